@@ -115,7 +115,7 @@ class Compressor:
         view = replace(self._encoder.view(encoded, options.expected_questions), first_position=cache.num_tokens)
         self._require_room(cache, len(encoded.token_ids))
         if not isinstance(more, EncodedDocument):  # a turn that has been answered is kept, though it may be the last
-            self._encoder.require_question(cache.num_tokens, encoded.boundary, encoded.told, len(encoded.token_ids))
+            self._encoder.require_question(cache.num_tokens, encoded.boundary, encoded.options, len(encoded.token_ids))
         same = options.policy is None or options.policy == made.policy
         return self._preparer.job(
             view,

@@ -25,7 +25,8 @@ from kvshelf.engine.inputs.encode import Document
 from kvshelf.errors import InvalidRequest
 from kvshelf.methods.policies.base import MAX_PROBE_BYTES
 from kvshelf.methods.policies.centroids import packed, unpacked
-from kvshelf.model.text import Message, check_messages
+from kvshelf.model.templates.template import Message
+from kvshelf.model.text import check_messages
 
 Vectors = npt.NDArray[np.float64]
 

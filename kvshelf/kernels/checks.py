@@ -10,7 +10,7 @@ from torch import Tensor
 from kvshelf.errors import InvalidTensor
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16)
-"""The dtypes of states. The reference forms compute in fp64 whatever they are given."""
+"""The dtypes of states."""
 
 
 def require(holds: bool, operation: str, problem: str, **tensors: Tensor) -> None:

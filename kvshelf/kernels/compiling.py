@@ -68,23 +68,23 @@ def compile_all(folder: Path = FOLDER) -> list[Path]:
     command = compiler()
     try:
         # Compiled in a temporary folder, then moved: a library appears whole or not at all.
-        with tempfile.TemporaryDirectory(prefix="compiled-", dir=folder) as parts, ThreadPoolExecutor() as pool:
-            whole = list(pool.map(lambda architecture: _compile(command, architecture, Path(parts)), architectures))
-            made = [part.replace(folder / part.name) for part in whole]
-        for old in set(folder.glob("compiled-*.so")) - set(made):
+        with tempfile.TemporaryDirectory(prefix="compiled-", dir=folder) as temporary, ThreadPoolExecutor() as pool:
+            parts = list(pool.map(lambda architecture: _compile(command, architecture, Path(temporary)), architectures))
+            libraries = [part.replace(folder / part.name) for part in parts]
+        for old in set(folder.glob("compiled-*.so")) - set(libraries):
             old.unlink(missing_ok=True)
     except OSError as exc:
         raise CannotCompile(f"kernels cannot be compiled into {folder}: {exc}") from exc
-    return made
+    return libraries
 
 
 def compiler() -> list[str]:
     """The command of the C compiler: that of CC, or a usual one. Raises `CannotCompile` if there is none."""
-    named = os.environ.get("CC", "")
+    variable = os.environ.get("CC", "")
     try:
-        words = shlex.split(named) or [next(filter(shutil.which, ("cc", "gcc", "clang")), "cc")]
+        words = shlex.split(variable) or [next(filter(shutil.which, ("cc", "gcc", "clang")), "cc")]
     except ValueError as exc:
-        raise CannotCompile(f"CC is {named!r}, which is no command: {exc}") from exc
+        raise CannotCompile(f"CC is {variable!r}, which is no command: {exc}") from exc
     if shutil.which(words[0]) is None:
         raise CannotCompile(f"there is no C compiler {words[0]!r}")
     return words
@@ -96,18 +96,18 @@ def _compile(command: list[str], architecture: str, folder: Path) -> Path:
     files = [str(source) for source in sources()]
     words = [*command, *_FLAGS, f"-march={architecture}", *wide, f"-I{FOLDER}", *files, "-lm", "-o", str(path)]
     environment = os.environ | {"LC_ALL": "C"}  # `_reason` parses the compiler's English messages
-    done = subprocess.run(
+    process = subprocess.run(
         words, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", env=environment
     )
-    if done.returncode or not path.exists():
-        reason = _reason(done.stderr) or f"exit code {done.returncode}, and no library"
-        raise CannotCompile(f"{shlex.join(command)} failed: {reason}\n{shlex.join(words)}\n{done.stderr}".strip())
+    if process.returncode or not path.exists():
+        reason = _reason(process.stderr) or f"exit code {process.returncode}, and no library"
+        raise CannotCompile(f"{shlex.join(command)} failed: {reason}\n{shlex.join(words)}\n{process.stderr}".strip())
     return path
 
 
-def _reason(said: str) -> str:
+def _reason(output: str) -> str:
     """The first error in a compiler's output."""
-    lines = said.strip().splitlines()
+    lines = output.strip().splitlines()
     return next((line for line in lines if "error" in line), lines[0] if lines else "")
 
 

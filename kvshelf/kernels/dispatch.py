@@ -46,9 +46,9 @@ class _OnCard:
         if not isinstance(function, FunctionType):
             return function
 
-        def run(*args: Any, **given: Any) -> Any:
+        def run(*args: Any, **keywords: Any) -> Any:
             with torch.cuda.device(self._device):
-                return function(*args, **given)
+                return function(*args, **keywords)
 
         return run
 
@@ -60,8 +60,8 @@ def form(device: torch.device) -> str:
 
 def cpu_form() -> str:
     """The form of operations on this CPU, with the architecture it was compiled for: "native (x86-64-v3)", "eager"."""
-    own = form(torch.device("cpu"))
-    return f"{own} ({architecture()})" if own == "native" else own
+    name = form(torch.device("cpu"))
+    return f"{name} ({architecture()})" if name == "native" else name
 
 
 @cache
@@ -79,8 +79,8 @@ def _module(operation: str, device_type: str, forced: str) -> ModuleType:
             f"compiled kernels were forced on a {device_type} tensor, and none were compiled for it; run `python -m "
             "kvshelf.kernels.compiling` on a machine with a C compiler, or unset KVSHELF_KERNELS"
         )
-    there = find_spec(f"kvshelf.kernels.{operation}.{form}") is not None
-    return import_module(f"kvshelf.kernels.{operation}.{form if there else 'eager'}")
+    exists = find_spec(f"kvshelf.kernels.{operation}.{form}") is not None
+    return import_module(f"kvshelf.kernels.{operation}.{form if exists else 'eager'}")
 
 
 @cache

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 Axis = Literal["tokens", "channels"]
-"""What a group is made of: consecutive rows of one channel, or consecutive channels of one row."""
+"""The members of a group: consecutive rows of one channel, or consecutive channels of one row."""
 
 
 def scales_shape(axis: Axis, group: int, lengths: Sequence[int], num_channels: int) -> tuple[int, int]:

@@ -19,8 +19,8 @@ typedef struct {
     int64_t next;
 } Loop;
 
-static void take_turns(void *given) {
-    Loop *loop = given;
+static void take_turns(void *context) {
+    Loop *loop = context;
     for (;;) {
         int64_t i = __atomic_fetch_add(&loop->next, 1, __ATOMIC_RELAXED);
         if (i >= loop->count) return;
@@ -30,11 +30,11 @@ static void take_turns(void *given) {
 
 int may_start(int threads) { return parallel && threads > 1; }
 
-void start(int threads, void (*work)(void *), void *given) {
+void start(int threads, void (*work)(void *), void *context) {
     if (may_start(threads))
-        parallel(work, given, threads, 0);
+        parallel(work, context, threads, 0);
     else
-        work(given);
+        work(context);
 }
 
 void for_each(int64_t count, int threads, void (*work)(const void *, int64_t), const void *context) {

@@ -110,9 +110,9 @@ INLINE int any(Ints mask) {
 #elif defined(__ARM_NEON)
     return vmaxvq_u32((uint32x4_t)mask) != 0;
 #else
-    int32_t found = 0;
-    for (int i = 0; i < LANES; i++) found |= mask[i];
-    return found;
+    int32_t any = 0;
+    for (int i = 0; i < LANES; i++) any |= mask[i];
+    return any;
 #endif
 }
 
@@ -205,8 +205,8 @@ INLINE Floats power_of_2(Floats y) {
    share the cores with them, which stay awake for milliseconds after each of torch's operations. */
 void for_each(int64_t count, int threads, void (*work)(const void *context, int64_t i), const void *context);
 
-/* Call `work(given)` on that many of these threads, where there may be several: torch has an OpenMP that starts them. */
-void start(int threads, void (*work)(void *given), void *given);
+/* Call `work(context)` on that many of these threads, where there may be several: torch has an OpenMP that starts them. */
+void start(int threads, void (*work)(void *context), void *context);
 int may_start(int threads);
 
 /* How bf16 is multiplied. Each is at least as fast as those before it, and a CPU that has it has them too. */

@@ -22,7 +22,7 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1}
 """The dtypes that the C forms read, and the number of each in C. Torch's own operations compute the other dtypes."""
 
 LANES = 16
-"""How many numbers a vector in C holds."""
+"""Numbers of a vector in C."""
 
 FEW_ROWS = 8
 """Query rows that C keeps in registers."""
@@ -43,21 +43,19 @@ def architecture() -> str | None:
     known, forced = levels(), os.environ.get(LEVEL, "")
     if forced and known and forced not in known:
         raise InternalError(f"{LEVEL} is {forced!r}; it must be one of {', '.join(known)}, or unset")
-    return known.get(forced or capability()) if not forced or _runs(forced) else None
+    names, highest = list(known), capability()
+    if forced and (highest not in known or names.index(forced) < names.index(highest)):
+        return None
+    return known.get(forced or highest)
 
 
 def capability() -> str:
-    """The highest level that this CPU can run. On x86 the one that torch found, which ATEN_CPU_CAPABILITY can lower; a
-    level without C forms may have any name. On ARM what each of its 64-bit CPUs has: torch names its own levels there
-    by vectors that the C forms do not use."""
+    """The highest level that this CPU can run. On x86 it is torch's, which ATEN_CPU_CAPABILITY can lower; a level
+    without C forms may have any name. On ARM it is the one that every 64-bit CPU has: torch names its own levels there
+    after vectors that the C forms do not use."""
     if platform.machine() == "aarch64":
         return "neon"
     return torch.backends.cpu.get_cpu_capability().lower()
-
-
-def _runs(level: str) -> bool:
-    names = list(levels())
-    return capability() in names and names.index(level) >= names.index(capability())
 
 
 @cache
@@ -80,14 +78,14 @@ def library() -> ctypes.CDLL | None:
 
 
 def compiled() -> ctypes.CDLL:
-    """The library, for C forms: dispatch chooses them only if it exists."""
+    """The library, for C forms: `dispatch` chooses them only if it exists."""
     loaded = library()
     assert loaded is not None, "dispatch looks for it first"
     return loaded
 
 
 def pointer(tensor: Tensor) -> ctypes.c_void_p:
-    """Where a tensor's numbers begin. The caller keeps the tensor alive."""
+    """The address of a tensor's numbers. The caller keeps the tensor alive."""
     return ctypes.c_void_p(tensor.data_ptr())
 
 
@@ -101,24 +99,24 @@ class Bf16Products(IntEnum):
 
 @cache
 def bf16_products() -> Bf16Products:
-    """Those of the library, which was compiled."""
+    """How the compiled library multiplies bf16."""
     return Bf16Products(compiled().kvshelf_bf16_products())
 
 
 class Part(NamedTuple):
-    """A row program or an attention, as `run_parts` takes it: the address of its struct in C, 0 for the other one, and
-    what the struct points to."""
+    """A row program or an attention, for `run_parts`: the address of its struct in C, and 0 for the other one.
+    references: the objects that the struct points to."""
 
     program: int
     attention: int
-    held: object
+    references: object
 
 
 def run_parts(parts: Sequence[Part]) -> None:
     """Run them in order, in one call: torch's threads start together once, and not once for each operation."""
-    words = [word for part in parts for word in (part.program, part.attention)]
-    given = (ctypes.c_int64 * len(words))(*words)
-    compiled().kvshelf_run(given, ctypes.c_int64(len(parts)), torch.get_num_threads())
+    addresses = [address for part in parts for address in (part.program, part.attention)]
+    table = (ctypes.c_int64 * len(addresses))(*addresses)
+    compiled().kvshelf_run(table, ctypes.c_int64(len(parts)), torch.get_num_threads())
 
 
 def row_sizes(states: Tensor) -> ctypes.Array[ctypes.c_int64]:

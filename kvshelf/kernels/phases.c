@@ -37,8 +37,8 @@ typedef struct {
     int64_t members;
 } Run;
 
-static void run_as_member(void *given) {
-    Run *run = given;
+static void run_as_member(void *context) {
+    Run *run = context;
     Member member = {run->phases, __atomic_fetch_add(&run->members, 1, __ATOMIC_RELAXED)};
     run->work(&member, run->context);
 }

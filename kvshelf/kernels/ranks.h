@@ -17,10 +17,10 @@ INLINE int32_t rank_of(float score) {
 
 /* How many ranks of a row are `least` or above. */
 INLINE int64_t count_from(const int32_t *ranks, int64_t length, int32_t least) {
-    Ints found = {0};
+    Ints counts = {0};
     int64_t i = 0, total = 0;
-    for (; i + LANES <= length; i += LANES) found -= *(const IntsAnywhere *)(ranks + i) >= least;
-    for (int lane = 0; lane < LANES; lane++) total += found[lane];
+    for (; i + LANES <= length; i += LANES) counts -= *(const IntsAnywhere *)(ranks + i) >= least;
+    for (int lane = 0; lane < LANES; lane++) total += counts[lane];
     for (; i < length; i++) total += ranks[i] >= least;
     return total;
 }
@@ -29,14 +29,14 @@ INLINE int64_t count_from(const int32_t *ranks, int64_t length, int32_t least) {
    a time from the highest one, in at most 32 passes of a compare and a sum over a row in the processor's cache. (A
    histogram of digits passes less often, and waits for its own last store in most steps: norms share exponents.) */
 INLINE int32_t rank_at(const int32_t *ranks, int64_t length, int64_t wanted) {
-    uint32_t found = 0;
+    uint32_t least = 0;
     for (uint32_t bit = (uint32_t)1 << 31; bit; bit >>= 1) {
-        const uint32_t raised = found | bit;
+        const uint32_t raised = least | bit;
         const int64_t reached = count_from(ranks, length, (int32_t)(raised ^ 0x80000000));
-        if (reached >= wanted) found = raised;
+        if (reached >= wanted) least = raised;
         if (reached == wanted) break;
     }
-    return (int32_t)(found ^ 0x80000000);
+    return (int32_t)(least ^ 0x80000000);
 }
 
 #endif

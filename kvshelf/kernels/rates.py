@@ -1,4 +1,4 @@
-"""How fast a device reads, copies and multiplies: what nothing on it can outrun."""
+"""The rates at which a device reads, copies and multiplies, which no operation on it can exceed."""
 
 from __future__ import annotations
 
@@ -21,38 +21,30 @@ class Cost:
     wall_s: float
 
 
-def clock(device: torch.device) -> Callable[[], float]:
-    """The clock of a device, in seconds.
+def cost(run: Callable[[], object], device: torch.device = CPU) -> Cost:
+    """Time one call on a device. Its result is freed outside the time, as a caller would keep it.
 
-    On a CPU the processor time of all threads of this process, which neighbours hardly disturb. On a GPU the wall
+    On a CPU by the processor time of all threads of this process, which neighbours hardly disturb. On a GPU by the wall
     clock, read once the GPU has finished all queued work, as the process itself only waits for the GPU.
     """
-    if device.type != "cuda":
-        return time.process_time
 
-    def when_done() -> float:
+    def now() -> float:
+        if device.type != "cuda":
+            return time.process_time()
         torch.cuda.synchronize(device)
         return time.perf_counter()
 
-    return when_done
-
-
-def cost(run: Callable[[], object], device: torch.device = CPU) -> Cost:
-    """Time one call on a device. Its result is freed outside the time, as a caller would keep it."""
-    now = clock(device)
     started_wall, started = time.perf_counter(), now()
     result = run()
-    found = Cost(now() - started, time.perf_counter() - started_wall)
+    elapsed = Cost(now() - started, time.perf_counter() - started_wall)
     del result
-    return found
+    return elapsed
 
 
 BUFFER_BYTES = {"cpu": 512 << 20, "cuda": 2 << 30}
 """Larger than every processor cache; some caches have hundreds of megabytes."""
 
-
 MATMUL_SIZE = {"cpu": 2048, "cuda": 8192}
-
 
 _REPEATS = 7
 

@@ -19,17 +19,17 @@ from kvshelf.kernels.transfer import host_memory
 T = TypeVar("T")
 
 BUFFER_BYTES: Final = 16 << 20
-"""Of a buffer: a third of a millisecond of PCIe 5, beside which starting a copy is nothing. Not measured."""
+"""Bytes of a buffer: a third of a millisecond of PCIe 5, against which the start of a copy is nothing. Not measured."""
 
 PINNED_BYTES: Final = 4 * BUFFER_BYTES
-"""Of the host, for each card, once something was copied in both directions."""
+"""Pinned memory of the host for each card that has copied in both directions."""
 
 _ALIGNED: Final = 256
 
 
 class Staging:
     """Two buffers between the host and a card for one direction, and the stream of its copies. Thread-safe: one call at
-    a time. A buffer is used again behind the event of its last copy."""
+    a time. A buffer is used again after the event of its last copy."""
 
     def __init__(self, device: torch.device) -> None:
         """Where the host pins no memory, each copy is waited for."""
@@ -40,31 +40,32 @@ class Staging:
         self._turn = Lock()
 
     def send(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], torch.cuda.Event]:
-        """Tensors of the host, contiguous on the card once the event has happened: see `received`. Waits for the
-        buffers, never for what else the card does."""
+        """Copies of the host's tensors, contiguous on the card once the event has happened: see `received`. Waits for
+        the buffers, never for other work of the card."""
         with self._using():
-            made = [torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device) for tensor in tensors]
-            for there, tensor in zip(made, tensors, strict=True):
-                for place, there_part, part in self._places(_octets(there), _octets(tensor)):
+            copies = [torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device) for tensor in tensors]
+            for copy, tensor in zip(copies, tensors, strict=True):
+                for place, target, part in self._places(_octets(copy), _octets(tensor)):
                     place.copy_(part)
-                    there_part.copy_(place, non_blocking=True)
-            return made, self.stream.record_event()
+                    target.copy_(place, non_blocking=True)
+            return copies, self.stream.record_event()
 
-    def fetch(self, tensors: Sequence[Tensor], behind: torch.cuda.Event) -> list[Tensor]:
-        """Tensors of the card, as they are behind this event, on the host. Waits for no later work of the card."""
-        made = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
+    def fetch(self, tensors: Sequence[Tensor], event: torch.cuda.Event) -> list[Tensor]:
+        """Copies on the host of the card's tensors as they are after this event. Waits for no later work of the
+        card."""
+        copies = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
         with self._using():
-            self.stream.wait_event(behind)
-            for here, tensor in zip(made, tensors, strict=True):
-                for place, here_part, part in self._places(_octets(here), _octets(tensor)):
+            self.stream.wait_event(event)
+            for copy, tensor in zip(copies, tensors, strict=True):
+                for place, target, part in self._places(_octets(copy), _octets(tensor)):
                     place.copy_(part, non_blocking=True)
-                    self._buffers[0].leaving.append((here_part, place))
-        return made
+                    self._buffers[0].leaving.append((target, place))
+        return copies
 
     @contextmanager
     def _using(self) -> Iterator[None]:
-        """Its turn, in buffers of which nothing is needed any more. At the end, and where it ends with an error, all
-        that was to leave has left."""
+        """Takes the turn of one call, with a buffer whose copies are done. At the end, and after an error, all copies
+        to the host are done."""
         with self._turn, torch.cuda.stream(self.stream):
             self._turn_over()
             try:
@@ -75,7 +76,7 @@ class Staging:
                     self._turn_over()
 
     def _places(self, to: Tensor, of: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Places in the buffers for octets `[n]`, and the parts of both tensors that go through each."""
+        """Places in the buffers for octets `[n]`, and the parts of both tensors that pass through each place."""
         done = 0
         while done < len(of):
             if self._used >= BUFFER_BYTES:
@@ -87,48 +88,48 @@ class Staging:
             done = end
 
     def _turn_over(self) -> None:
-        """Go on in the other buffer, once its copies are done and what was to leave by it has left."""
+        """Go on in the other buffer, once its copies are done and its parts for the host are there."""
         self._buffers[0].event = self.stream.record_event()
         self._buffers.reverse()
         self._used = 0
-        self._buffers[0].emptied()
+        self._buffers[0].empty()
 
 
 class _Buffer:
-    """memory: `[BUFFER_BYTES]` uint8. event: behind its last copy. leaving: places of the host, and those of
-    the buffer that are copied to them once the event has happened."""
+    """memory: `[BUFFER_BYTES]` uint8. event: after its last copy. leaving: tensors of the host, and the places of the
+    buffer that are copied to them once the event has happened."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
         self.event: torch.cuda.Event | None = None
         self.leaving: list[tuple[Tensor, Tensor]] = []
 
-    def emptied(self) -> None:
+    def empty(self) -> None:
         if self.event is not None:
             self.event.synchronize()
-        for here, place in self.leaving:
-            here.copy_(place)
+        for target, place in self.leaving:
+            target.copy_(place)
         self.leaving.clear()
 
 
 class OfEachCard(Generic[T]):
-    """What there is once for each card, made when a thread first asks for it; others wait for that one."""
+    """One object for each card, made at the first call for it, while other threads wait."""
 
     def __init__(self, make: Callable[[torch.device], T]) -> None:
         self._make = make
-        self._made: dict[torch.device, T] = {}
-        self._making = Lock()
+        self._objects: dict[torch.device, T] = {}
+        self._lock = Lock()
 
     def __call__(self, device: torch.device) -> T:
-        """Raises what making it raises, and then makes it for the next one who asks."""
-        with self._making:
-            if device not in self._made:
-                self._made[device] = self._make(device)
-            return self._made[device]
+        """Raises as `make` does; the next call then tries again."""
+        with self._lock:
+            if device not in self._objects:
+                self._objects[device] = self._make(device)
+            return self._objects[device]
 
     def clear(self) -> None:
         """Forget all cards."""
-        self._made.clear()
+        self._objects.clear()
 
 
 arriving: Final = OfEachCard(Staging)
@@ -143,33 +144,33 @@ decoding: Final = OfEachCard(lambda device: torch.cuda.Stream(device))  # type: 
 
 @contextmanager
 def beside(device: torch.device) -> Iterator[Callable[[Iterable[Tensor]], None]]:
-    """Have a card compute what is queued inside the block beside its other work, and wait at the end for this alone;
-    elsewhere the block runs as it is. What is read behind the block is to be given to the function that this yields:
-    its memory is not used again while this thread's stream reads it."""
+    """Have a card run the work of the block beside its other work, and wait at the end for this work alone; on another
+    device the block runs as it is. Pass the tensors that are read after the block to the function that this yields:
+    their memory is not used again while this thread's stream reads it."""
     if device.type != "cuda":
         yield lambda _: None
         return
     reader, stream = torch.cuda.current_stream(device), decoding(device)
     with torch.cuda.stream(stream):
-        yield lambda tensors: _lent(tensors, reader)
+        yield lambda tensors: _lend(tensors, reader)
         stream.synchronize()
 
 
 def events_of(devices: Iterable[torch.device]) -> dict[torch.device, torch.cuda.Event]:
-    """Of each card among these, the event behind all that this thread has given it."""
+    """An event of each card among the devices, after all work that this thread has queued there."""
     cards = {device for device in devices if device.type == "cuda"}
     return {card: torch.cuda.current_stream(card).record_event() for card in cards}
 
 
 def received(tensors: Sequence[Tensor], event: torch.cuda.Event) -> None:
-    """Have all that this thread gives the card from now on wait for the event behind which these tensors are there, of
-    which there is one at least."""
+    """Have all later work of this thread on the card wait for the event after which these tensors are there. There is
+    at least one."""
     stream = torch.cuda.current_stream(tensors[0].device)
     stream.wait_event(event)
-    _lent(tensors, stream)
+    _lend(tensors, stream)
 
 
-def _lent(tensors: Iterable[Tensor], reader: torch.cuda.Stream) -> None:
+def _lend(tensors: Iterable[Tensor], reader: torch.cuda.Stream) -> None:
     for tensor in tensors:
         if tensor.is_cuda:
             tensor.record_stream(reader)
@@ -178,28 +179,22 @@ def _lent(tensors: Iterable[Tensor], reader: torch.cuda.Stream) -> None:
 def carried(
     tensors: Sequence[Tensor], device: torch.device, events: Mapping[torch.device, torch.cuda.Event]
 ) -> list[Tensor]:
-    """The tensors on this device, to be read on this thread's stream of it. events: of each card, that behind which
-    they are there (`events_of`); a copy to the host waits for no later work of the card."""
+    """The tensors on this device, to be read on this thread's stream of it. events: of each card, the event after which
+    its tensors are there (`events_of`); a copy to the host waits for no later work of the card."""
     moved = list(tensors)
     for source in dict.fromkeys(tensor.device for tensor in tensors):
         places = [place for place, tensor in enumerate(tensors) if tensor.device == source]
-        for place, tensor in zip(places, _carried([tensors[place] for place in places], device, events), strict=True):
-            moved[place] = tensor
+        of_source = [tensors[place] for place in places]
+        if source.type == "cuda" and device.type == "cpu":
+            copies = leaving(source).fetch(of_source, events[source])
+        elif source.type == "cpu" and device.type == "cuda":
+            copies, event = arriving(device).send(of_source)
+            received(copies, event)
+        else:
+            copies = [tensor.to(device) for tensor in of_source]
+        for place, copy in zip(places, copies, strict=True):
+            moved[place] = copy
     return moved
-
-
-def _carried(
-    tensors: Sequence[Tensor], device: torch.device, events: Mapping[torch.device, torch.cuda.Event]
-) -> Sequence[Tensor]:
-    """Of tensors of one device."""
-    source = tensors[0].device
-    if source.type == "cuda" and device.type == "cpu":
-        return leaving(source).fetch(tensors, events[source])
-    if source.type == "cpu" and device.type == "cuda":
-        there, event = arriving(device).send(tensors)
-        received(there, event)
-        return there
-    return [tensor.to(device) for tensor in tensors]
 
 
 def _octets(tensor: Tensor) -> Tensor:

@@ -32,10 +32,10 @@ def image_of(score):
 
 
 @triton.jit
-def least_kept(load, scores, others, count, stride, other_stride, wanted, BLOCK: tl.constexpr):
-    """The greatest image from which on the elements weigh `wanted` together, two bits at a time: it grows by the most
-    steps, 0 to 3, that keep this. load: `load(scores, others, elements, count, stride, other_stride)` gives images and
-    int32 weights of a block of elements."""
+def least_kept(load, scores, others, count, stride, other_stride, target, BLOCK: tl.constexpr):
+    """The greatest image such that the elements from it on weigh at least `target` together. It grows by two bits at a
+    time: by the most steps, 0 to 3, that keep this. load: `load(scores, others, elements, count, stride, other_stride)`
+    gives images and int32 weights of a block of elements."""
     lanes = tl.arange(0, BLOCK)
     least = tl.full((), -0x7FFFFFFF - 1, tl.int32)
     for digit in range(16):
@@ -48,9 +48,9 @@ def least_kept(load, scores, others, count, stride, other_stride, wanted, BLOCK:
             one += tl.where(image >= least + step, weight, 0)
             two += tl.where(image >= least + step + step, weight, 0)
             three += tl.where(image >= least + step + step + step, weight, 0)
-        steps = (tl.sum(one, axis=0) >= wanted).to(tl.int32)
-        steps += (tl.sum(two, axis=0) >= wanted).to(tl.int32)
-        steps += (tl.sum(three, axis=0) >= wanted).to(tl.int32)
+        steps = (tl.sum(one, axis=0) >= target).to(tl.int32)
+        steps += (tl.sum(two, axis=0) >= target).to(tl.int32)
+        steps += (tl.sum(three, axis=0) >= target).to(tl.int32)
         least += steps * step
     return least
 

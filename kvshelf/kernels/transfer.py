@@ -1,6 +1,6 @@
 """Copies between the host and a device that nothing waits for, or that are waited for once.
 
-A copy to or from memory that is not pinned waits for what the device is doing.
+A copy to or from memory that is not pinned waits for the work of the device.
 """
 
 from __future__ import annotations
@@ -49,19 +49,18 @@ def upload_numbers(numbers: Sequence[int], device: torch.device) -> Tensor:
 
 def download(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The tensors on the CPU, waited for together; those of the CPU themselves."""
-    made = [_downloading(tensor) for tensor in tensors]
+    copies = [
+        tensor
+        if tensor.device.type == "cpu"
+        else host_memory(tensor.shape, tensor.dtype, tensor.device).copy_(tensor, non_blocking=True)
+        for tensor in tensors
+    ]
     settle(tensor.device for tensor in tensors)
-    return made
-
-
-def _downloading(tensor: Tensor) -> Tensor:
-    if tensor.device.type == "cpu":
-        return tensor
-    return host_memory(tensor.shape, tensor.dtype, tensor.device).copy_(tensor, non_blocking=True)
+    return copies
 
 
 def settle(devices: Iterable[torch.device]) -> None:
-    """Wait until what was queued on these devices is done, once for each."""
+    """Wait for the queued work of these devices, once for each."""
     for device in dict.fromkeys(devices):
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()

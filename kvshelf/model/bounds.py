@@ -1,7 +1,7 @@
-"""How many tokens texts have at least, found without encoding them as a whole: work is bounded before it is done.
+"""Lower bounds of the tokens of texts, without encoding them as a whole: too long texts are refused before any work.
 
-Encoding takes a second and 100 MB for each million characters, so what cannot fit into a model is refused by its bytes,
-and what may or may not fit is counted piece by piece until it is known. Either takes no more than the model's length.
+Encoding takes a second and 100 MB for each million characters. So a text that cannot fit into a model is refused by its
+bytes, and a text that may fit is counted piece by piece until the answer is known.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class TokenBound:
         return sum(map(nbytes_of, texts)) // self.token_bytes
 
     def least(self, texts: Sequence[str], most: int) -> int:
-        """A lower bound of the tokens of some texts together. It is above `most` where they have more than that by an
-        eighth; then no more of them become tokens than it takes to know."""
+        """A lower bound of the tokens of some texts together. It is above `most` where they exceed that by an eighth;
+        then the rest of the texts is not encoded."""
         least = self.least_by_bytes(texts)
         if least > most or sum(map(nbytes_of, texts)) <= most:
             return least

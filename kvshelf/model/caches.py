@@ -1,4 +1,4 @@
-"""Models whose code takes no cache but of a class of its own."""
+"""Models whose code takes only caches of a class of its own."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ C = TypeVar("C", bound=Cache)
 
 
 def cache_class(base: type[C], model: PreTrainedModel) -> type[C]:
-    """The class of caches to make for a model in place of `base`: itself, or a subclass of it and of the model's own
-    class (MiniMax)."""
+    """The class of a model's caches: `base`, or a subclass of it and of the model's own class (MiniMax)."""
     classes: tuple[Any, Any] = base, own_class(model)
     return base if classes[1] is None else cast("type[C]", _both(*classes))
 
@@ -29,20 +28,20 @@ def _both(base: Any, own: Any) -> Any:
 
 
 def own_class(model: PreTrainedModel) -> type[Cache] | None:
-    """The class of caches that a model's code has for itself."""
+    """The class of caches that a model's code defines; None if it defines none."""
     code = sys.modules[type(model).__module__]
-    found = (each for each in vars(code).values() if isinstance(each, type) and issubclass(each, Cache))
-    return next((each for each in found if each.__module__ == code.__name__), None)
+    classes = (kind for kind in vars(code).values() if isinstance(kind, type) and issubclass(kind, Cache))
+    return next((kind for kind in classes if kind.__module__ == code.__name__), None)
 
 
 def has_linear_states(own: type[Cache]) -> bool:
-    """Whether `cache_class` knows how a model's own class is asked for states."""
+    """Whether a model's own class has the methods that `cache_class` needs."""
     return hasattr(own, "get_linear_cache") and hasattr(own, "set_linear_cache")
 
 
 class _LinearStates(Cache):  # type: ignore[misc]
-    """The states of lightning attention, `[B, heads, D, D]`, in the layers of a cache. Stands before a class that keeps
-    them beside its layers, of which nothing but the name is left."""
+    """The states of lightning attention, `[B, heads, D, D]`, in the layers of a cache. As the first base it replaces
+    the methods of a class that keeps them beside its layers."""
 
     is_croppable = getattr(Cache, "is_croppable", False)  # which older transformers have not
     __init__ = Cache.__init__
@@ -53,10 +52,10 @@ class _LinearStates(Cache):  # type: ignore[misc]
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
         """None before any token: then the module reads the tokens in blocks."""
-        found: Tensor | None = self.get_recurrent_state(layer_idx)
-        return found
+        state: Tensor | None = self.get_recurrent_state(layer_idx)
+        return state
 
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
-        """Behind the tokens of a pass."""
+        """Called after the tokens of a pass."""
         self.update_recurrent_state(linear_cache, layer_idx)
-        self.layers[layer_idx].has_previous_state[0] = True  # which elsewhere a convolution's state says
+        self.layers[layer_idx].has_previous_state[0] = True  # other models set it with their convolution's state

@@ -32,16 +32,10 @@ OWN_FOLDER = "kvshelf"
 """Name of the folder with files of kvshelf that a model's own folder may hold."""
 
 BESIDE_THE_WEIGHTS = "compresskv.json"
-"""Name of the calibration that a model's own folder may hold."""
-
 TRANSFORMS_BESIDE_THE_WEIGHTS = "klt.safetensors"
-"""Name of the transforms that a model's own folder may hold."""
-
 CHUNKS_BESIDE_THE_WEIGHTS = "fasa.json"
-"""Name of the frequency chunks that a model's own folder may hold."""
-
 SKEWS_BESIDE_THE_WEIGHTS = "infinigen.safetensors"
-"""Name of the skews that a model's own folder may hold."""
+"""Names of the calibration, the transforms, the frequency chunks and the skews in that folder."""
 
 _SKEWS = "kvshelf.skews/1"
 
@@ -87,7 +81,7 @@ class _InJson(BaseModel):
 
 
 class _Origin(BaseModel):
-    """How something was measured. For people: no code depends on it."""
+    """The circumstances of a measurement, for people: no code depends on them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -97,7 +91,7 @@ class _Origin(BaseModel):
 
 
 class Origin(_Origin):
-    """How a calibration was made."""
+    """The circumstances of a calibration."""
 
     answered: float = Field(ge=0, le=1, description="share of the generated tokens that were the needle's")
     compression_ratio: float = Field(gt=0, lt=1, description="under which the layers' errors were measured")
@@ -163,14 +157,14 @@ class Calibration(_InJson):
 
 
 class ChunksOrigin(_Origin):
-    """How chunks were measured."""
+    """The circumstances of a measurement of chunks."""
 
     top: int = Field(ge=1, description="keys of a query whose agreement was measured")
 
 
 class Chunks(_InJson):
-    """How well each frequency chunk of a head tells its best keys by itself (FASA): `agreement[layer][kv_head][f]`, for
-    the channels f and f + D / 2, the share of a query's best keys that are also its best by this chunk alone.
+    """How well a single frequency chunk of a head finds its best keys (FASA): `agreement[layer][kv_head][f]`, of the
+    channels f and f + D / 2, is the share of a query's best keys that are also its best by this chunk alone.
 
     `weights` as of a `Calibration`.
     """
@@ -198,20 +192,20 @@ class Chunks(_InJson):
 
     @property
     def digest(self) -> str:
-        """Hex digest of what selectors read."""
+        """Hex digest of the fields that selectors read."""
         content = self.model_dump(mode="json", include={"weights", "agreement"})
         return digest("kvshelf.chunks", canonical_json(content))
 
     def best(self, layer: int, count: int) -> list[list[int]]:
-        """Of each KV head, the `count` chunks that agree most, ascending; equal ones by the lower number."""
+        """The `count` chunks of each KV head that agree most, ascending; equal ones by the lower number."""
         heads = self.agreement[layer]
         return [sorted(sorted(range(len(head)), key=lambda f: -head[f])[:count]) for head in heads]
 
 
 @dataclass(frozen=True, eq=False)
 class Skews:
-    """Of each layer and query head a basis of its queries, `[q_heads, D, D]` fp16, a direction a column, those that
-    matter most first. `weights` as of a `Calibration`."""
+    """A basis of the queries of each layer and query head, `[q_heads, D, D]` fp16, a direction a column, the most
+    important first. `weights` as of a `Calibration`."""
 
     param: ClassVar[str] = "select.method"
     beside: ClassVar[str] = SKEWS_BESIDE_THE_WEIGHTS
@@ -226,34 +220,34 @@ class Skews:
 
     @cached_property
     def digest(self) -> str:
-        """Hex digest of what selectors read."""
+        """Hex digest of the file."""
         return blake3(self.to_bytes()).hexdigest()
 
     def to_bytes(self) -> bytes:
         """The file."""
-        return save_tensors({f"{number:04}": own for number, own in enumerate(self.layers)}, {_SKEWS: self.weights})
+        return save_tensors({f"{number:04}": basis for number, basis in enumerate(self.layers)}, {_SKEWS: self.weights})
 
     @classmethod
     def from_file(cls, path: Path) -> Skews:
-        """Raises `PolicyUnsupported` for what `to_bytes` does not write."""
+        """Raises `PolicyUnsupported` for a file that `to_bytes` does not write."""
         try:
             with safe_open(path, "pt") as file:
-                made = cls(file.metadata()[_SKEWS], tuple(map(file.get_tensor, sorted(file.keys()))))
-            heads, size, _ = made.layers[0].shape
-            if any(own.shape != (heads, size, size) or not own.isfinite().all() for own in made.layers):
+                skews = cls(file.metadata()[_SKEWS], tuple(map(file.get_tensor, sorted(file.keys()))))
+            heads, size, _ = skews.layers[0].shape
+            if any(basis.shape != (heads, size, size) or not basis.isfinite().all() for basis in skews.layers):
                 raise ValueError("layers differ, are not square, or hold numbers that are not finite")
         except (SafetensorError, LookupError, TypeError, ValueError, OSError) as error:
             raise PolicyUnsupported(
                 f"the skews {path} are broken: {str(error)[:200]}; make them again with kvshelf calibrate --only skews",
                 param=cls.param,
             ) from error
-        return made
+        return skews
 
 
 Measured = TypeVar("Measured", Calibration, Chunks, Skews)
 """A kind of calibration. param: the field of a request that needs it. beside: the name of its file beside weights.
-missing: what an error says where there is none. heads: which heads it is of. sizes: its layers, the heads of each, and
-where it is by channel, their channels."""
+missing: the text of the error where there is none. heads: "query heads" or "KV heads". sizes: its layers, the heads of
+each, and where it has numbers for channels, their channels."""
 
 
 def data_folder() -> Path:
@@ -263,9 +257,9 @@ def data_folder() -> Path:
 
 
 def note_served(name: str, model: str) -> None:
-    """Remember what a service of this user serves under a name, which messages have in place of a private path: the
-    command in them then finds it. model: a path, or what is no path and has its own name. Where nothing can be written,
-    nothing is remembered."""
+    """Remember the model that a service of this user serves under a name. Messages have the name in place of a private
+    path, and the command in them finds the model by it. model: a path, or a name that is no path. Where nothing can be
+    written, nothing is remembered."""
     path, source = _served(name), Path(model).expanduser()
     with suppress(OSError):
         if not source.exists():
@@ -296,7 +290,7 @@ def find(model: ModelIdentity, folder: str, kind: type[Measured], heads: tuple[i
     Raises `PolicyUnsupported` if there is none, if it belongs to other weights or has other sizes, or if its file is
     broken.
     """
-    path = _place(model, folder, kind.beside)
+    path = place(_user_file(model.weights, kind.beside), folder, kind.beside)
     if path is None:
         missing = kind.missing.format(model=repr(model.name), command=_command(model))
         raise PolicyUnsupported(f"{needed_by} needs {missing}", param=kind.param)
@@ -305,19 +299,19 @@ def find(model: ModelIdentity, folder: str, kind: type[Measured], heads: tuple[i
     except OSError as error:  # it was just removed
         raise PolicyUnsupported(f"the calibration {path} cannot be read: {error}", param=kind.param) from error
     # Not by the time that it was modified and its size: a copy may keep the one, and skews of a model have one size.
-    found: Measured = _read(kind.from_file, path, status.st_ino, status.st_ctime_ns)
-    _require_fitting(model, found, path, heads)
-    return found
+    measured: Measured = _read(kind.from_file, path, status.st_ino, status.st_ctime_ns)
+    _require_fitting(model, measured, path, heads)
+    return measured
 
 
 @lru_cache(maxsize=8)
 def _read(from_file: Callable[[Path], Any], path: Path, number: int, changed_ns: int) -> Any:  # noqa: ARG001
-    """A file that has changed is another one."""
+    """The content of a file, read once; a file that has changed has another inode or time of change."""
     return from_file(path)
 
 
 class Paths(NamedTuple):
-    """Where a model's calibration, transforms, frequency chunks and skews lie."""
+    """The files of a model's calibration, transforms, frequency chunks and skews."""
 
     heads: Path
     transforms: Path
@@ -326,20 +320,14 @@ class Paths(NamedTuple):
 
 
 def paths(weights: str, folder: Path | None = None) -> Paths:
-    """For a model's folder, in `OWN_FOLDER`, or in the user's data folder, which holds those of many models."""
+    """The files in `OWN_FOLDER` of a model's folder, or those in the user's data folder, which has those of many."""
     names = BESIDE_THE_WEIGHTS, TRANSFORMS_BESIDE_THE_WEIGHTS, CHUNKS_BESIDE_THE_WEIGHTS, SKEWS_BESIDE_THE_WEIGHTS
-    if folder is not None:
-        return Paths(*(folder / OWN_FOLDER / name for name in names))
-    return Paths(*(_own(weights, name) for name in names))
+    return Paths(*(_user_file(weights, name) if folder is None else folder / OWN_FOLDER / name for name in names))
 
 
-def _own(weights: str, beside: str) -> Path:
-    """In the user's data folder, what lies beside weights by the name `beside`."""
+def _user_file(weights: str, beside: str) -> Path:
+    """The file in the user's data folder that is named `beside` where it lies beside the weights."""
     return data_folder() / f"{weights}.{'json' if beside == BESIDE_THE_WEIGHTS else beside}"
-
-
-def _place(model: ModelIdentity, folder: str, beside: str) -> Path | None:
-    return place(_own(model.weights, beside), folder, beside)
 
 
 def find_transforms(model: ModelIdentity, folder: str, layers: Sequence[LayerShape]) -> Transforms:
@@ -347,24 +335,24 @@ def find_transforms(model: ModelIdentity, folder: str, layers: Sequence[LayerSha
 
     Raises `PolicyUnsupported` if there are none, if they belong to other weights, or if their file is broken.
     """
-    path = _place(model, folder, TRANSFORMS_BESIDE_THE_WEIGHTS)
+    path = place(_user_file(model.weights, TRANSFORMS_BESIDE_THE_WEIGHTS), folder, TRANSFORMS_BESIDE_THE_WEIGHTS)
     if path is None:
         raise PolicyUnsupported(
             f"codec klt needs the transforms of {model.name!r}, and there are none; make them: {_command(model)}",
             param="codec",
         )
     try:
-        found = Transforms.from_bytes(path.read_bytes())
-        found.require_of(model, layers)
+        transforms = Transforms.from_bytes(path.read_bytes())
+        transforms.require_of(model, layers)
     except (InvalidRequest, ModelMismatch, OSError) as error:
         raise PolicyUnsupported(f"{path}: {error}", param="codec") from error
-    return found
+    return transforms
 
 
-def place(own: Path, folder: str, beside: str) -> Path | None:
-    """The first that is a file: the user's own, that in `OWN_FOLDER` in the folder of the weights, if these have one,
-    or that beside the weights, where files lay before."""
-    places = [own, *([Path(folder) / OWN_FOLDER / beside, Path(folder) / beside] if folder else [])]
+def place(user_file: Path, folder: str, beside: str) -> Path | None:
+    """The first of these that is a file: the user's, the one in `OWN_FOLDER` in the folder of the weights, or the one
+    beside the weights. folder: "" where the weights have none."""
+    places = [user_file, *([Path(folder) / OWN_FOLDER / beside, Path(folder) / beside] if folder else [])]
     return next((path for path in places if path.is_file()), None)
 
 
@@ -379,27 +367,27 @@ def require_writable(path: Path) -> None:
 
 
 def save(measured: Calibration | Chunks | Skews, path: Path) -> None:
-    """Write what was measured atomically."""
+    """Write a calibration of any kind, atomically."""
     with written(path) as file:
         file.write(measured.to_bytes())
 
 
 def _require_fitting(
-    model: ModelIdentity, found: Calibration | Chunks | Skews, path: Path, heads: tuple[int, ...]
+    model: ModelIdentity, measured: Calibration | Chunks | Skews, path: Path, heads: tuple[int, ...]
 ) -> None:
-    """Refuse a file of other weights, or one that has other layers, heads or channels than the model."""
-    if found.weights != model.weights:
+    """Refuse a file of other weights, or with other layers, heads or channels than the model."""
+    if measured.weights != model.weights:
         raise PolicyUnsupported(
-            f"the calibration {path} is of other weights ({found.weights[:16]}) than those of {model.name!r} as "
+            f"the calibration {path} is of other weights ({measured.weights[:16]}) than those of {model.name!r} as "
             f"{model.dtype} ({model.weights[:16]}); make one for these: {_command(model)}",
-            param=found.param,
+            param=measured.param,
         )
     expected = json.loads(model.attention)["num_hidden_layers"], *heads
-    if found.sizes != expected:
+    if measured.sizes != expected:
         raise PolicyUnsupported(
-            f"the calibration {path} has {_sizes(found.heads, *found.sizes)}, and {model.name!r} has "
-            f"{_sizes(found.heads, *expected)}; make it again: {_command(model)}",
-            param=found.param,
+            f"the calibration {path} has {_sizes(measured.heads, *measured.sizes)}, and {model.name!r} has "
+            f"{_sizes(measured.heads, *expected)}; make it again: {_command(model)}",
+            param=measured.param,
         )
 
 

@@ -1,5 +1,5 @@
 """Where a model computes and where its weights are: on one device, spread over several by a `device_map`, or offloaded
-to the CPU or the disk until a module runs. accelerate's hooks (`_hf_hook`) say so, and move what modules are given."""
+to the CPU or the disk until a module runs. accelerate's hooks (`_hf_hook`) know this, and move the modules' inputs."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ class Devices:
         return cls(input_device(model), layer_devices(model))
 
     @cached_property
-    def each(self) -> tuple[torch.device, ...]:
+    def distinct(self) -> tuple[torch.device, ...]:
         """The devices of layers, each once."""
         return tuple(dict.fromkeys(self.layers))
 
     @cached_property
     def numbers(self) -> tuple[int, ...]:
-        """Of each layer, which of `each` is its device."""
-        return tuple(map(self.each.index, self.layers))
+        """The place of each layer's device in `distinct`."""
+        return tuple(map(self.distinct.index, self.layers))
 
 
 @dataclass(frozen=True)
 class Placement:
-    """What each device has of a model. weights: bytes that lie there, with buffers; of those that are offloaded, the
-    largest tensor, which is copied there whenever it computes. layers: where each layer computes, with its cache.
-    alone: whether one device has everything."""
+    """Each device's part of a model. weights: bytes that lie there, buffers included; of offloaded weights, the largest
+    tensor, because a copy of it lies there while it computes. layers: where each layer computes, with its cache. alone:
+    whether one device has everything."""
 
     weights: Mapping[torch.device, int]
     layers: tuple[torch.device, ...]
@@ -60,7 +60,7 @@ class Placement:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Placement:
-        """Of a loaded model. Raises as `layer_devices`."""
+        """The placement of a loaded model. Raises as `layer_devices`."""
         lying, copied = Counter[torch.device](), Counter[torch.device]()
         owners = {tensor: module for module in model.modules() for tensor in _own_tensors(module)}  # tied ones once
         for tensor, module in owners.items():
@@ -73,8 +73,8 @@ class Placement:
 
     @classmethod
     def expected(cls, outline: PreTrainedModel, most: Mapping[int | str, int]) -> Placement:
-        """Of a model without weights (`loading.outline`), as transformers will place it by `device_map="auto"`. most:
-        bytes of weights for each GPU, by its number, and for "cpu"."""
+        """The placement that transformers will give a model by `device_map="auto"`. outline: the model without weights
+        (`loading.outline`). most: bytes of weights for each GPU, by its number, and for "cpu"."""
         from transformers.integrations.accelerate import get_balanced_memory, infer_auto_device_map
 
         whole = outline._no_split_modules
@@ -151,10 +151,10 @@ def layer_devices(model: PreTrainedModel) -> tuple[torch.device, ...]:
             "device for every layer, or with device_map='auto'",
             param="model",
         )
-    found: dict[int, set[torch.device]] = {}
+    devices_of: dict[int, set[torch.device]] = {}
     for index, module in _attentions(model):
-        found.setdefault(index, set()).update(_computes_on(module))
-    for index, devices in sorted(found.items()):
+        devices_of.setdefault(index, set()).update(_computes_on(module))
+    for index, devices in sorted(devices_of.items()):
         if len(devices) > 1:
             raise PolicyUnsupported(
                 f"the attention of layer {index} of this {kind} is on several devices "
@@ -163,7 +163,7 @@ def layer_devices(model: PreTrainedModel) -> tuple[torch.device, ...]:
                 param="model",
             )
     inputs = input_device(model)
-    return tuple(next(iter(found.get(index, ())), inputs) for index in range(model.config.num_hidden_layers))
+    return tuple(next(iter(devices_of.get(index, ())), inputs) for index in range(model.config.num_hidden_layers))
 
 
 def hooked(model: nn.Module) -> bool:
@@ -172,8 +172,8 @@ def hooked(model: nn.Module) -> bool:
 
 
 def weight_of(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
-    """`tensor`, the entry `name` of the model's state dict, or where it is offloaded, what the model computes with, on
-    the CPU or the device where it will be used."""
+    """`tensor`, the entry `name` of the model's state dict; where it is offloaded, the tensor that the model computes
+    with, on the CPU or the device that will use it."""
     hook = _offloading(model, name) if tensor.is_meta else None
     return tensor if hook is None else hook.weights_map[name.rpartition(".")[2]]
 
@@ -181,9 +181,9 @@ def weight_of(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
 def weights_digest(model: nn.Module) -> str:
     """Hex digest of all weights and buffers, with their names, dtypes and shapes."""
     hasher = blake3(max_threads=blake3.AUTO)
-    for name, held in sorted(model.state_dict().items()):
+    for name, entry in sorted(model.state_dict().items()):
         # Of processes that share the model, each has a part.
-        tensor = held.full_tensor() if hasattr(held, "full_tensor") else weight_of(model, name, held)
+        tensor = entry.full_tensor() if hasattr(entry, "full_tensor") else weight_of(model, name, entry)
         hasher.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
         hasher.update(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().data)
     return hasher.hexdigest(length=DIGEST_BYTES)
@@ -204,8 +204,8 @@ def _attentions(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
     """The innermost modules that know their layer, with its number."""
     for module in model.modules():
         index = getattr(module, "layer_idx", None)
-        inner = (each for each in module.modules() if each is not module)
-        if isinstance(index, int) and not any(hasattr(each, "layer_idx") for each in inner):
+        inner = (part for part in module.modules() if part is not module)
+        if isinstance(index, int) and not any(hasattr(part, "layer_idx") for part in inner):
             yield index, module
 
 
@@ -216,11 +216,11 @@ def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
 
 def _computes_on(module: nn.Module) -> Iterator[torch.device]:
     """The device of each module in this one that has weights, while it runs."""
-    for each in module.modules():
-        weight = next(_own_tensors(each), None)
-        told = (getattr(hook, "execution_device", None) for hook in _hooks(each))
+    for part in module.modules():
+        weight = next(_own_tensors(part), None)
         if weight is not None:
-            device = next((each for each in told if each is not None), weight.device)
+            devices = (getattr(hook, "execution_device", None) for hook in _hooks(part))
+            device = next((device for device in devices if device is not None), weight.device)
             yield torch.empty(0, device=device).device  # "cuda" and 0 are both cuda:0
 
 

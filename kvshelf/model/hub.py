@@ -64,19 +64,19 @@ def _is_cached(name: str, *, weights: bool) -> bool:
 
 
 def _answer(name: str, limit_s: float) -> Exception | None:
-    """Why the hub does not give the model's configuration; None if it does.
+    """The reason why the hub does not give the model's configuration; None if it does.
 
-    On a thread that may be left behind: nothing else bounds how long the look-up of an address takes.
+    It is asked on a thread that may be abandoned: nothing else bounds how long the look-up of an address takes.
     """
     answers: SimpleQueue[Exception | None] = SimpleQueue()
-    Thread(target=lambda: answers.put(_asked(name, limit_s)), name="hub", daemon=True).start()
+    Thread(target=lambda: answers.put(_request(name, limit_s)), name="hub", daemon=True).start()
     try:
         return answers.get(timeout=limit_s)
     except Empty:
         return TimeoutError(f"no answer within {limit_s:g} s (HF_HUB_ETAG_TIMEOUT)")
 
 
-def _asked(name: str, limit_s: float) -> Exception | None:
+def _request(name: str, limit_s: float) -> Exception | None:
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -94,7 +94,7 @@ def _asked(name: str, limit_s: float) -> Exception | None:
 
 
 def _problem(answer: Exception, endpoint: str) -> str:
-    """What is wrong and what to do; "" if that is for transformers to say, which may also try again."""
+    """The problem and what to do about it; "" where transformers reports it, or may try again."""
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
     match answer:

@@ -1,8 +1,8 @@
 """Images beside text, for models of one family (Idefics 3 and SmolVLM): from the bytes of a file to the states that
-stand in the places of its tokens.
+replace the embeddings of its tokens.
 
-Of this family an image changes the embeddings of its tokens and nothing else: they have one position each and see what
-comes before them, as words do. So all that kvshelf does with keys and values is the same.
+In this family an image changes nothing but these embeddings: its tokens have one position each and see the tokens
+before them, as words do. So kvshelf treats their keys and values as those of words.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ FAMILIES: Final = ("idefics3", "smolvlm")
 
 _FORMATS: Final = ("PNG", "JPEG")
 _MODES: Final = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
-"""Of Pillow, with at most eight bits a channel."""
+"""Modes of Pillow with at most eight bits a channel."""
 
 _READERS: Final = ("Idefics3ImageProcessorPil", "SmolVLMImageProcessorPil")
-"""Classes of transformers that make pixels what a tower takes."""
+"""Classes of transformers that scale and normalize pixels for a tower."""
 
 _BAD_SIZE: Final = (ValueError, ZeroDivisionError, OverflowError)
-"""What they raise for an image without a size to scale to, such as a line of pixels."""
+"""Errors of these classes for an image that has no size to scale to, such as a line of pixels."""
 
 _OF_READER: Final = (
     "do_resize", "size", "resample", "do_image_splitting", "max_image_size", "do_rescale", "rescale_factor",
@@ -65,8 +65,8 @@ class PlacedImage(NamedTuple):
 
 
 class Scaled(NamedTuple):
-    """An image as a vision tower takes it: its parts, `[1, parts, 3, height, width]`, and which of their pixels are no
-    padding, `[1, parts, height, width]`. tokens: how many states it gets."""
+    """An image for a vision tower. pixels: its parts, `[1, parts, 3, height, width]`. mask: which of their pixels are
+    no padding, `[1, parts, height, width]`. tokens: the number of its states."""
 
     pixels: Tensor
     mask: Tensor
@@ -76,17 +76,17 @@ class Scaled(NamedTuple):
 def size_of(data: bytes, param: str) -> tuple[int, int]:
     """Width and height of a PNG or JPEG file by its header, before it is turned. Raises `InvalidRequest` about
     `param`."""
-    return _opened(data, param).size
+    return _open(data, param).size
 
 
 def pixels(data: bytes, param: str) -> Image:
-    """The pixels of a PNG or JPEG file, RGB, turned as its EXIF says; what is transparent lies on white.
+    """The pixels of a PNG or JPEG file, RGB, turned as its EXIF says, transparent parts on white.
 
     The size is read before any pixel. Raises `InvalidRequest` about `param`.
     """
     from PIL import Image, ImageOps
 
-    image = _opened(data, param)
+    image = _open(data, param)
     try:
         image.load()
         turned = ImageOps.exif_transpose(image)
@@ -94,21 +94,21 @@ def pixels(data: bytes, param: str) -> Image:
             turned = Image.alpha_composite(Image.new("RGBA", turned.size, "white"), turned.convert("RGBA"))
         return turned.convert("RGB")
     except Exception as error:  # whatever a decoder raises for a broken file
-        raise _refused(param, f"is broken ({type(error).__name__}: {error})") from error
+        raise _refusal(param, f"is broken ({type(error).__name__}: {error})") from error
 
 
-def _opened(data: bytes, param: str) -> ImageFile:
+def _open(data: bytes, param: str) -> ImageFile:
     """The header of a file."""
     from PIL import Image
 
     try:
         image = Image.open(BytesIO(data), formats=_FORMATS)
     except Exception as error:  # as above
-        raise _refused(param, f"is no PNG or JPEG that can be read ({type(error).__name__}: {error})") from error
+        raise _refusal(param, f"is no PNG or JPEG that can be read ({type(error).__name__}: {error})") from error
     if image.mode not in _MODES or getattr(image, "n_frames", 1) > 1:
-        raise _refused(param, f"has several frames or the mode {image.mode}; give one still image of 8 bits a channel")
+        raise _refusal(param, f"has several frames or the mode {image.mode}; give one still image of 8 bits a channel")
     if image.format == "PNG" and (data[12:16] != b"IHDR" or data[24] > 8):  # of 16 bits in colour Pillow keeps 8
-        raise _refused(param, "does not begin with a header of at most 8 bits a channel; give it with 8")
+        raise _refusal(param, "does not begin with a header of at most 8 bits a channel; give it with 8")
     return image
 
 
@@ -122,8 +122,8 @@ def pixels_digest(image: Image) -> str:
 class ImageEncoder:
     """The vision tower of a model and its processor. Thread-safe, but for `states`: that is for the model's thread.
 
-    token_id: that of each place of an image. digest: of all that the states of given pixels depend on. nbytes: of the
-    weights beside those of the language part.
+    token_id: the token that stands for each state of an image. digest: of everything but the pixels that the states
+    depend on. nbytes: of its weights.
     """
 
     token_id: int
@@ -135,7 +135,7 @@ class ImageEncoder:
 
     @staticmethod
     def of(model: PreTrainedModel) -> ImageEncoder | None:
-        """That of a language part which `beside` was told of; None for a model without images."""
+        """The encoder that `beside` has kept for a language part; None for a model without images."""
         return _ENCODERS.get(model)
 
     @classmethod
@@ -175,17 +175,13 @@ class ImageEncoder:
         tensors = [tensor for part in towers for tensor in part.state_dict().values()]
         if any(tensor.is_meta for tensor in tensors):  # offloaded, or without weights
             return
-        said = {name: str(getattr(reader, name, None)) for name in _OF_READER}
-        said |= {name: str(getattr(config.vision_config, name, None)) for name in _OF_TOWER}
-        said |= {
-            "reader": type(reader).__name__,
-            "family": config.model_type,
-            "tokens": str(count),
-            "scale": str(config.scale_factor),
-        }
-        made = digest("kvshelf.image-encoder", canonical_json(said), *map(weights_digest, towers))
+        settings = {name: str(getattr(reader, name, None)) for name in _OF_READER}
+        settings |= {name: str(getattr(config.vision_config, name, None)) for name in _OF_TOWER}
+        settings |= {"reader": type(reader).__name__, "family": config.model_type}
+        settings |= {"tokens": str(count), "scale": str(config.scale_factor)}
+        identity = digest("kvshelf.image-encoder", canonical_json(settings), *map(weights_digest, towers))
         nbytes = sum(tensor.nbytes for tensor in tensors)
-        _ENCODERS[model] = cls(int(config.image_token_id), made, nbytes, inner, processor, Lock())
+        _ENCODERS[model] = cls(int(config.image_token_id), identity, nbytes, inner, processor, Lock())
 
     def token_ids(self, size: tuple[int, int], param: str) -> list[int]:
         """The tokens of an image of this width and height, from the mark before it to the one behind it. Raises
@@ -198,15 +194,15 @@ class ImageEncoder:
         return self._tokens(rows, columns)
 
     def _tokens(self, rows: int, columns: int) -> list[int]:
-        """Those of an image that is split into so many parts."""
+        """The tokens of an image in so many rows and columns of parts."""
         text = self._processor.replace_image_token({"rows": [[rows]], "cols": [[columns]]}, 0)
         with self._lock:  # a tokenizer that pads is not thread-safe
             ids: list[int] = self._processor.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
     def scaled(self, data: bytes, token_ids: Sequence[int], param: str) -> Scaled:
-        """The pixels of a file as the tower takes them: seconds for a large one. token_ids: of a document, at the place
-        of the image. Raises as `pixels`, and `InvalidRequest` about `param` where the image has other tokens."""
+        """The pixels of a file for the tower: seconds for a large one. token_ids: of a document, at the place of the
+        image. Raises as `pixels`, and `InvalidRequest` about `param` where the image has other tokens."""
         image = pixels(data, param)
         try:
             inputs = self._processor.image_processor([[image]], return_row_col_info=True, return_tensors="pt")
@@ -214,12 +210,12 @@ class ImageEncoder:
             raise _bad_size(param, error) from error
         (rows,), (columns,) = inputs["rows"][0], inputs["cols"][0]
         if self._tokens(int(rows), int(columns)) != list(token_ids):
-            raise _refused(param, "has other tokens than the document at its place; send the document anew")
+            raise _refusal(param, "has other tokens than the document at its place; send the document anew")
         return Scaled(inputs["pixel_values"], inputs["pixel_attention_mask"], token_ids.count(self.token_id))
 
     def states(self, image: Scaled, param: str) -> Tensor:
-        """What stands in the places of its tokens `token_id`, in order, `[n, width]`. Raises `InvalidRequest` about
-        `param` for an image that counts as padding."""
+        """The states that replace the embeddings of its tokens `token_id`, in order, `[n, width]`. Raises
+        `InvalidRequest` about `param` for an image that counts as padding."""
         device = next(self._whole.vision_model.parameters()).device
         with torch.no_grad():
             out = self._whole.get_image_features(image.pixels.to(device), image.mask.to(device))
@@ -227,21 +223,21 @@ class ImageEncoder:
         states = torch.cat(list(states)) if isinstance(states, list | tuple) else states
         states = states.reshape(-1, states.shape[-1])
         if len(states) != image.tokens:
-            raise _refused(param, "is one that the model takes for padding; give another")
+            raise _refusal(param, "is one that the model takes for padding; give another")
         return states
 
 
 def _counted_by_size(reader: Any) -> bool:
-    """Whether the parts of an image follow from its size as transformers counts them: its own count leaves out the
-    rounding of a size that is no multiple of the parts' own."""
+    """Whether transformers counts the parts of an image rightly from its size: it leaves out the rounding of a size
+    that is no multiple of a part's size."""
     part = reader.max_image_size["longest_edge"]
     whole = reader.do_resize and part % 2 == 0 and reader.size["longest_edge"] % part == 0
     return bool(whole or not reader.do_image_splitting)
 
 
 def _bad_size(param: str, error: Exception) -> InvalidRequest:
-    return _refused(param, f"is of a size that the model does not take: {error}")
+    return _refusal(param, f"is of a size that the model does not take: {error}")
 
 
-def _refused(param: str, why: str) -> InvalidRequest:
+def _refusal(param: str, why: str) -> InvalidRequest:
     return InvalidRequest(f"{param}: the image {why}", param=param)

@@ -15,7 +15,7 @@ from kvshelf.errors import PolicyUnsupported
 from kvshelf.model.devices import input_device
 
 _COMPARED: Final = 7
-"""Tokens whose logits are compared, to see whether a part says what the whole does."""
+"""Tokens whose logits are compared, to see whether a part gives those of the whole."""
 
 _ALIKE: Final = 1e-3
 """Differences of logits up to this share of the largest are rounding: the operations are the same ones."""
@@ -45,10 +45,10 @@ class LanguageModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
-        **given: Any,
+        **options: Any,
     ) -> CausalLMOutputWithPast:
         """input_ids, position_ids: `[B, T]`. logits_to_keep: so many of the last tokens, 0 for all, or which tokens."""
-        out = self.model(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **given)
+        out = self.model(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **options)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         cache = {name: past for name, past in out.items() if name in _CACHE}
         return CausalLMOutputWithPast(logits=self.lm_head(out[0][:, kept]), **cache)
@@ -62,9 +62,9 @@ def language_part(whole: PreTrainedModel, name: str) -> PreTrainedModel:
     """
     compared = input_device(whole).type != "meta"
     text = _some_text(whole.config)
-    expected = _told(whole.eval(), text) if compared else None
+    expected = _logits_of(whole.eval(), text) if compared else None
     for part in _parts(whole):
-        if expected is None or _alike(_told(part.eval(), text), expected):
+        if expected is None or _alike(_logits_of(part.eval(), text), expected):
             part.config.name_or_path = name
             if whole.generation_config is not None:
                 part.generation_config = whole.generation_config
@@ -78,7 +78,7 @@ def language_part(whole: PreTrainedModel, name: str) -> PreTrainedModel:
 
 def require_weights(model: PreTrainedModel, missing: set[str], part: PreTrainedModel, name: str) -> None:
     """Refuse a checkpoint that lacks weights of the part that is used: they would be random. missing: names in the
-    whole model, as transformers tells."""
+    whole model, from transformers."""
     used = {id(tensor) for tensor in _tensors(part)}
     whole = dict(chain(model.named_parameters(), model.named_buffers()))
     random = sorted(key for key in missing if key in whole and id(whole[key]) in used)
@@ -92,7 +92,7 @@ def require_weights(model: PreTrainedModel, missing: set[str], part: PreTrainedM
 
 
 def _parts(whole: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """What may be the language part, the best first."""
+    """Candidates for the language part, the best first."""
     decoder, head = whole.get_decoder(), whole.get_output_embeddings()
     if decoder is None or decoder is whole or head is None:
         return
@@ -101,8 +101,9 @@ def _parts(whole: PreTrainedModel) -> Iterator[PreTrainedModel]:
         return
     if (part := _of_own_class(decoder, head)) is not None:
         yield part
-    # A causal model may scale logits where the whole does not (Cohere 2 in Aya Vision).
-    yield _class_beside(decoder)(decoder, head)
+    # A causal model may scale logits where the whole does not (Cohere 2 in Aya Vision). transformers reads in a class's
+    # module whether its attention and its experts can be set.
+    yield type("LanguageModel", (LanguageModel,), {"__module__": type(decoder).__module__})(decoder, head)
 
 
 def _of_own_class(decoder: PreTrainedModel, head: nn.Module) -> PreTrainedModel | None:
@@ -121,16 +122,11 @@ def _of_own_class(decoder: PreTrainedModel, head: nn.Module) -> PreTrainedModel 
     return None if rest and not all(tensor.is_meta for tensor in _tensors(decoder)) else part
 
 
-def _class_beside(decoder: PreTrainedModel) -> type[LanguageModel]:
-    # transformers reads in the module of a class whether its attention and its experts can be set.
-    return type("LanguageModel", (LanguageModel,), {"__module__": type(decoder).__module__})
-
-
 def _tensors(model: nn.Module) -> Iterator[Tensor]:
     return chain(model.parameters(), model.buffers())
 
 
-def _told(model: PreTrainedModel, text: Tensor) -> Tensor:
+def _logits_of(model: PreTrainedModel, text: Tensor) -> Tensor:
     """Logits of a text alone, `[1, T, vocabulary]` fp32."""
     try:
         with torch.no_grad():
@@ -142,15 +138,15 @@ def _told(model: PreTrainedModel, text: Tensor) -> Tensor:
     return logits.float().to(text.device)
 
 
-def _alike(found: Tensor, expected: Tensor) -> bool:
-    return found.shape == expected.shape and torch.allclose(
-        found, expected, rtol=0, atol=_ALIKE * float(expected.nan_to_num().abs().max()), equal_nan=True
+def _alike(logits: Tensor, expected: Tensor) -> bool:
+    return logits.shape == expected.shape and torch.allclose(
+        logits, expected, rtol=0, atol=_ALIKE * float(expected.nan_to_num().abs().max()), equal_nan=True
     )
 
 
 def _some_text(config: Any) -> Tensor:
-    """Ids `[1, T]` of tokens that stand for themselves: none that the configuration names, as it does those in whose
-    place an image stands."""
+    """Ids `[1, T]` of tokens that stand for themselves: none that the configuration names, as it names the tokens of
+    images."""
     named = {value for value in config.to_dict().values() if isinstance(value, int)}
     tokens = range(config.get_text_config(decoder=True).vocab_size)
     return torch.tensor([list(islice((token for token in tokens if token not in named), _COMPARED))])

@@ -1,9 +1,9 @@
-"""What each layer of a model keeps of the tokens before, from its configuration. Needs no torch."""
+"""What each layer of a model caches, from the model's configuration. Needs no torch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from kvshelf.artifact.shape import tokens_seen
@@ -17,12 +17,12 @@ _KEEP_NOTHING: Final = frozenset({"mlp", "moe"})
 
 
 class LayerKind(NamedTuple):
-    """One layer. attends: whether it has keys and values of its own; it may use those of a layer before. reads: that
-    layer, where `layer_map` names it and not the model's code. window: tokens that its queries see, themselves
-    included; None: all. states: how many pairs of a recurrent and a convolution state it has, whose size does not grow
-    with the document. latents: with latent attention (MLA), the channels of a token's latent and of its rotated part,
-    which are cached in place of keys and values; None: keys and values are. chunk: queries see the tokens of their own
-    chunk, which begins at a multiple of this; None: all."""
+    """One layer. attends: whether it has keys and values of its own; otherwise it may use those of a layer before.
+    reads: that layer, where `layer_map` names it and not the model's code. window: tokens that its queries see,
+    themselves included; None: all. states: how many pairs of a recurrent and a convolution state it has, whose size
+    does not grow with the document. latents: with latent attention (MLA), the channels of a token's latent and of its
+    rotated part, which are cached in place of keys and values; None: it caches keys and values. chunk: queries see the
+    tokens of their own chunk, which begins at a multiple of this; None: all."""
 
     attends: bool = True
     window: int | None = None
@@ -42,7 +42,7 @@ class LayerKind(NamedTuple):
         return self.attends and self.sees_all
 
     def seen(self, num_tokens: int) -> int:
-        """How many tokens of a document queries behind it see."""
+        """How many tokens of a document the queries after it see."""
         return tokens_seen(num_tokens, self.window, self.chunk)
 
 
@@ -66,8 +66,10 @@ def layer_kinds(config: Any) -> tuple[LayerKind, ...]:
         raise PolicyUnsupported(
             f"{config.model_type} has no layer that attends, so there are no keys and values to compress", param="model"
         )
-    states, latents = int(getattr(config, "number_of_conv_states", None) or 1), _latents(config)
-    using_others = _using_others(config, len(names))
+    states, rank = int(getattr(config, "number_of_conv_states", None) or 1), getattr(config, "kv_lora_rank", None)
+    latents = None if rank is None else (int(rank), int(config.qk_rope_head_dim))
+    # The last layers may use the keys and values of a layer before (Gemma 3n).
+    num_own = len(names) - int(getattr(config, "num_kv_shared_layers", None) or 0)
     kinds = tuple(
         LayerKind(
             name in _ATTEND,
@@ -76,7 +78,7 @@ def layer_kinds(config: Any) -> tuple[LayerKind, ...]:
             latents if name in _ATTEND else None,
             chunk_of(config, layer),
         )
-        if layer not in using_others
+        if layer < num_own
         else LayerKind(attends=False)
         for layer, name in enumerate(names)
     )
@@ -115,22 +117,12 @@ def _mapped(kinds: tuple[LayerKind, ...], layer_map: Any) -> tuple[LayerKind, ..
 
 
 def readers(kinds: Sequence[LayerKind]) -> dict[int, int]:
-    """The layers that read those of another one by `layer_map`, and which one."""
+    """The layers that read another layer's keys and values by `layer_map`, each with that layer."""
     return {layer: kind.reads for layer, kind in enumerate(kinds) if kind.reads is not None}
 
 
-def _using_others(config: Any, layers: int) -> Collection[int]:
-    """The layers that use the keys and values of a layer before (Gemma 3n): the last ones, so many of them."""
-    return range(layers - int(getattr(config, "num_kv_shared_layers", None) or 0), layers)
-
-
-def _latents(config: Any) -> tuple[int, int] | None:
-    rank = getattr(config, "kv_lora_rank", None)
-    return None if rank is None else (int(rank), int(config.qk_rope_head_dim))
-
-
 def chunk_of(config: Any, layer: int) -> int | None:
-    """As `LayerKind.chunk`: the configuration alone says it, and no call of an attention function."""
+    """As `LayerKind.chunk`. Only the configuration has it: attention functions do not get it."""
     names = getattr(config, "layer_types", None)
     if not names or names[layer] != _CHUNKED:
         return None
@@ -143,7 +135,7 @@ def chunk_of(config: Any, layer: int) -> int | None:
 
 
 def counts_by_cache(config: Any) -> bool:
-    """Whether some layers count positions by the length of the cache, and not by those that a call is told: the
+    """Whether some layers count positions by the length of the cache and not by the positions of a call: the
     temperature that layers without RoPE give their queries (Llama 4)."""
     return bool(getattr(config, "attn_temperature_tuning", False))
 

@@ -1,4 +1,4 @@
-"""Lines of a text: which of them are headings, and which a pattern finds something in."""
+"""Lines of a text: which of them are headings, and which match a pattern."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def is_numbered(line: str) -> bool:
 
 
 def matching(pattern: str) -> Callable[[str], bool]:
-    """Whether a regular expression finds something in a line, by an engine that takes time in proportion to the line.
-    Raises `ValueError`, which says why there is none."""
+    """A function that tells whether a line matches a regular expression, in time in proportion to the line. Raises
+    `ValueError` for a pattern that cannot be read."""
     if not 0 < len(pattern) <= MAX_PATTERN:
         raise ValueError(f"a pattern has from 1 to {MAX_PATTERN} characters")
     try:
-        made = SchemaValidator(core_schema.str_schema(pattern=pattern, regex_engine="rust-regex"))
+        validator = SchemaValidator(core_schema.str_schema(pattern=pattern, regex_engine="rust-regex"))
     except SchemaError as error:
         why = " ".join(str(error).split())
         raise ValueError(f"the pattern cannot be read, or is too large: {why:.300}") from error
-    return lambda line: bool(made.isinstance_python(line))
+    return lambda line: bool(validator.isinstance_python(line))

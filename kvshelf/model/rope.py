@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,9 +33,9 @@ _CHANGES_WITH_LENGTH = ("dynamic", "longrope")
 
 @dataclass(frozen=True, eq=False)
 class _Planes:
-    """How a model rotates heads of D channels by tables of T columns. Channel c turns by column `columns[c]`, in one
-    plane with channel `partners[c]`, whose part has the sign `signs[c]`; `[D]` each. Channels that are never rotated
-    have sign 0. plain: all channels are rotated, and channel c by column c.
+    """The planes in which a model rotates heads of D channels by tables of T columns, `[D]` tensors. Channel c turns by
+    column `columns[c]`, in one plane with channel `partners[c]`, whose part has the sign `signs[c]`. Channels that are
+    never rotated have sign 0. plain: all channels are rotated, and channel c by column c.
     """
 
     partners: Tensor
@@ -86,13 +86,14 @@ class Rope:
     @classmethod
     def of(cls, model: PreTrainedModel) -> Rope | None:
         """The RoPE of a model; None if it has none, if layers differ in it, or if it cannot be undone from outside, as
-        where it rotates a part that is behind the latents (MLA)."""
+        with latents (MLA), where it rotates a part that is computed from them."""
         if any(kind.latents for kind in layer_kinds(model.config)):
             return None
         base = model.base_model
         embedding = getattr(base, "rotary_emb", None)
         layers = getattr(base, "layers", None)
-        attention = next((found for layer in layers or () if (found := getattr(layer, "self_attn", None))), None)
+        attentions = (getattr(layer, "self_attn", None) for layer in layers or ())
+        attention = next(filter(None, attentions), None)
         apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
         if embedding is None or apply is None or "layer_type" in inspect.signature(embedding.forward).parameters:
             return None
@@ -100,7 +101,13 @@ class Rope:
             return None
         kind = getattr(embedding, "rope_type", "default")
         # Phi slices the rotated channels before it calls its function; in GLM and Phi-3 the function slices them.
-        turn = partial(_by_model, apply, getattr(attention, "rotary_ndims", None))
+        channels = getattr(attention, "rotary_ndims", None)
+
+        def turn(states: Tensor, *tables: Tensor) -> Tensor:
+            part = states[None, None, :, :channels]
+            turned, _ = apply(part, part, *(table.unsqueeze(0) for table in tables))
+            return torch.cat([turned[0, 0], states[:, turned.shape[-1] :]], dim=-1)
+
         device = input_device(model)
         cos, sin = _tables(embedding, torch.arange(1, 3, device=device))
         planes = _Planes.of(turn, head_size(model.config), cos.shape[1], device)
@@ -175,15 +182,6 @@ def _tables(embedding: nn.Module, positions: Tensor) -> tuple[Tensor, Tensor]:
     like: Any = torch.zeros(1, 1, device=positions.device)
     cos, sin = embedding(like, positions.long().unsqueeze(0))
     return cos[0].float().to(positions.device), sin[0].float().to(positions.device)
-
-
-def _by_model(
-    apply: Callable[..., tuple[Tensor, Tensor]], channels: int | None, states: Tensor, *tables: Tensor
-) -> Tensor:
-    """What a model's function makes of the first `channels` of states `[n, D]` with tables `[n, T]`."""
-    part = states[None, None, :, :channels]
-    turned, _ = apply(part, part, *(table.unsqueeze(0) for table in tables))
-    return torch.cat([turned[0, 0], states[:, turned.shape[-1] :]], dim=-1)
 
 
 def changes_with_length(config: Any) -> bool:

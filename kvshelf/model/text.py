@@ -1,8 +1,8 @@
 """Text to token ids: documents and questions within the model's chat template.
 
 Only the template makes control tokens. Text from outside stays text: `<|end|>` in a document is spelled out in ordinary
-tokens and cannot end a turn. The template writes a whole conversation each time, as without a cache; what of it is in
-the cache is known by its tokens.
+tokens and cannot end a turn. The template writes a whole conversation each time, as without a cache; its tokens show
+which part of it is in the cache.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvshelf.artifact.identity import Boundary, Identity, Layout, canonical_json
 from kvshelf.errors import InvalidRequest
 from kvshelf.model.bounds import TokenBound
 from kvshelf.model.images import PlacedImage
-from kvshelf.model.templates.template import ANY_DATE, ChatTemplate, Said
+from kvshelf.model.templates.template import ANY_DATE, ChatTemplate, Message
 from kvshelf.model.templates.thoughts import Thoughts
 from kvshelf.model.tokens import Place, Run, Tokens, unused_characters
 
@@ -39,32 +39,30 @@ _SEAMS: Final = 64
 _LATER: Final = "2001-02-03"
 _TEXTS: Final = ("content", "reasoning_content", "tool_call_id", "name")
 _FOLLOWS: Final = {"assistant": "user", "user": "assistant", "system": "user", "tool": "assistant"}
-"""The role of the message that mostly follows one of each role."""
+"""The role of the message that mostly follows a message of each role."""
 _CALL: Final = {"type": "function", "id": "kvshelf01"}  # nine letters and digits, which some templates insist on
 
-Message = Mapping[str, Any]
 Broken = Callable[[Any], Any]
-"""Gives texts from outside, in whatever they are nested, so that no mark is found in them."""
+"""Breaks the marks in all texts of a value of JSON."""
 
 
 @dataclass(frozen=True)
 class TemplateOptions:
-    """What a template is told besides messages. variables: that it reads, as `enable_thinking`. date: the day of the
-    document, as YYYY-MM-DD; "" where the template writes none. cached: those of the variables that the document was
-    written with."""
+    """The inputs of a template besides messages. variables: such as `enable_thinking`. date: the day of the document,
+    as YYYY-MM-DD; "" where the template writes none. cached: the variables that the document was written with."""
 
     variables: Mapping[str, Any] = field(default_factory=dict)
     date: str = ""
     cached: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def behind(cls, made: Identity, variables: Mapping[str, Any] | None = None) -> Self:
-        """What it is told behind a cache: as for its document, and these variables."""
-        return cls({**made.variables, **(variables or {})}, made.date, made.variables)
+    def behind(cls, identity: Identity, variables: Mapping[str, Any] | None = None) -> Self:
+        """The options for turns after a cache: those of its document, and these variables."""
+        return cls({**identity.variables, **(variables or {})}, identity.date, identity.variables)
 
     @property
     def of_document(self) -> TemplateOptions:
-        """What it was told for the document."""
+        """The options of the document."""
         return TemplateOptions(self.cached, self.date, self.cached)
 
     @property
@@ -74,9 +72,9 @@ class TemplateOptions:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids that are added to a cache. ends: of each message that another follows, by its place, how many of these
-    tokens there are up to the end of its turn; empty where the template does not tell. first: those before the first
-    message's text."""
+    """Token ids that are added to a cache. ends: for each message that another follows, by its place, the number of
+    tokens up to the end of its turn; empty where the template does not show it. first: the number of tokens before the
+    first message's text."""
 
     token_ids: list[int]
     ends: Mapping[int, int]
@@ -84,8 +82,8 @@ class Prompt:
 
 
 class _Signs(NamedTuple):
-    """Characters that no text of a conversation has. breaker: keeps texts from being marks. document: stands for what
-    is cached. start: stands where the text of a message begins."""
+    """Characters that no text of a conversation has. breaker: keeps texts from being marks. document: stands for the
+    cached text. start: stands where the text of a message begins."""
 
     breaker: str
     document: str
@@ -95,9 +93,9 @@ class _Signs(NamedTuple):
 @dataclass(frozen=True)
 class EncodedDocument:
     """Token ids to prefill. The first `protected_prefix` of them come from the template, not from the document. date:
-    that the template wrote among them, "" if it writes none; then `named_ids` are the same with `ANY_DATE`, by which
-    the document is known on any day. variables: that the template was told and that changed what it wrote.
-    protect: spans of these tokens, as of an `Identity`. images: those that are images, in order."""
+    the date among them, "" if the template writes none; with a date, `named_ids` are the same ids with `ANY_DATE`, by
+    which the document is known on any day. variables: of the template, those that changed its text. protect: spans of
+    these tokens, as of an `Identity`. images: in order."""
 
     token_ids: list[int]
     protected_prefix: int
@@ -110,8 +108,8 @@ class EncodedDocument:
     images: tuple[PlacedImage, ...] = ()
 
     @property
-    def told(self) -> TemplateOptions:
-        """What the template was told."""
+    def options(self) -> TemplateOptions:
+        """The options that the template wrote the document with."""
         return TemplateOptions(self.variables, self.date, self.variables)
 
 
@@ -155,24 +153,24 @@ class TextFormat:
         return cast("int | None", self.chat.eos_token_id)
 
     def answer_decoder(self) -> Tokenizer:
-        """As `decoder`; without control tokens it still writes those that begin and end thoughts."""
+        """As `decoder`, but it writes the marks of thoughts also where it leaves out control tokens."""
         return self._answer_decoder
 
     @property
     def thought_marks(self) -> tuple[str, ...]:
-        """What thoughts begin and end with."""
+        """The marks at the beginning and the end of thoughts."""
         return () if self.thoughts is None else (self.thoughts.opening, self.thoughts.closing)
 
     def opens_thought(self, options: TemplateOptions, last_role: str = "user") -> bool:
-        """Whether the prompt behind a message of this role opens the answer's thoughts."""
+        """Whether the prompt after a message of this role opens the answer's thoughts."""
         if self.thoughts is None:
             return False
-        asked: list[Said] = [{"role": "user", "content": "?"}]
+        turns: list[Message] = [{"role": "user", "content": "?"}]
         if last_role == "tool":
             call = {**_CALL, "function": {"name": "kvshelf_name", "arguments": {}}}
-            asked += [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "?"}]
+            turns += [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "?"}]
         try:
-            text = self.template.write(asked, opening=True, options=options.variables, date=options.date)
+            text = self._write(turns, options, opening=True)
         except InvalidRequest:
             return False
         return text.rstrip().endswith(self.thoughts.opening)
@@ -187,47 +185,47 @@ class TextFormat:
 
     def document(self, text: str, layout: Layout, options: TemplateOptions | None = None) -> EncodedDocument:
         """Chat: the template up to the end of the document inside an open user turn. Plain: the text, after the BOS
-        token where the tokenizer adds one. options: what the template is told."""
+        token where the tokenizer adds one."""
         if layout == "plain":
-            prefix = self._bos()
+            prefix = [i for i in self.chat("").input_ids if i == self.chat.bos_token_id]
             return EncodedDocument(prefix + self.tokens.encode(text, "first"), len(prefix), "plain", "text")
-        told = self._settled(options or TemplateOptions(), self._before_document)
-        ids, before = self._begun(text, told)
-        named = self._begun(text, replace(told, date=ANY_DATE))[0] if told.date else None
-        return EncodedDocument(ids, before, "chat", "document", told.date, named, told.variables)
+        options = self._reduce(options or TemplateOptions(), self._before_document)
+        ids, before = self._begin(text, options)
+        named = self._begin(text, replace(options, date=ANY_DATE))[0] if options.date else None
+        return EncodedDocument(ids, before, "chat", "document", options.date, named, options.variables)
 
-    def _settled(self, options: TemplateOptions, written: Callable[[TemplateOptions], Any]) -> TemplateOptions:
-        """Those of the options that change what the template writes. written: into the tokens of a document."""
+    def _reduce(self, options: TemplateOptions, write: Callable[[TemplateOptions], Any]) -> TemplateOptions:
+        """The options without those that do not change a document. write: writes it, as text or as tokens."""
         kept = dict(options.variables)
-        whole = written(TemplateOptions(kept, ANY_DATE)) if kept else None
+        whole = write(TemplateOptions(kept, ANY_DATE)) if kept else None
         for name in sorted(options.variables):
             fewer = {other: value for other, value in kept.items() if other != name}
             with suppress(InvalidRequest):  # without the variable the template refuses
-                if written(TemplateOptions(fewer, ANY_DATE)) == whole:
+                if write(TemplateOptions(fewer, ANY_DATE)) == whole:
                     kept = fewer
         return TemplateOptions(kept, options.date if self._dates(kept) else "", kept)
 
     def _dates(self, variables: Mapping[str, Any]) -> bool:
-        """Whether the template writes the date, told these variables: one of them may be a date to write instead."""
+        """Whether the template writes the date with these variables: one of them may be a date to write instead."""
         if not self.template.dated or not variables:
             return self.template.dated
-        first, second = (self._asked("?", TemplateOptions(variables, day)) for day in (ANY_DATE, _LATER))
+        first, second = (self._write_question("?", TemplateOptions(variables, day)) for day in (ANY_DATE, _LATER))
         return first != second
 
-    def _begun(self, text: str, options: TemplateOptions) -> tuple[list[int], int]:
-        """The ids of a document behind what the template writes before it, and how many are of that."""
-        ids, last, place = self._opened(options)
+    def _begin(self, text: str, options: TemplateOptions) -> tuple[list[int], int]:
+        """The ids of a document after those of the template's text before it, and the number of the latter."""
+        ids, last, place = self._open(options)
         if not last:
             return ids + self.tokens.encode(text, place), len(ids)
         spans = self.tokens.spans(last + text, place)
         return ids + self.tokens.encode(last + text, place), len(ids) + sum(end <= len(last) for _, end in spans)
 
     def spans(self, text: str, document: EncodedDocument) -> list[tuple[int, int]]:
-        """The first character of a document's text in each of its tokens behind the template's, and the one behind its
-        last."""
+        """The characters of a document's text in each of its tokens after the template's: the first, and the one after
+        the last."""
         if document.layout == "plain":
             return self.tokens.spans(text, "first")
-        _, last, place = self._opened(document.told)
+        _, last, place = self._open(document.options)
         return [
             (start - len(last), end - len(last))
             for start, end in self.tokens.spans(last + text, place)
@@ -238,23 +236,23 @@ class TextFormat:
         self,
         messages: Sequence[Message],
         document: EncodedDocument,
-        wanted: Sequence[tuple[int, int, int]],
+        spans: Sequence[tuple[int, int, int]],
         behind: Boundary | None = None,
     ) -> list[tuple[int, int]]:
-        """For each place of a message and characters of its text, from one up to another, the tokens that hold them.
-        behind: where the cache ends to which the messages are appended; None: they begin a conversation. Raises
-        `InvalidRequest` where the template does not tell where a message is."""
-        script = _Script(self, behind, check_messages(messages, TOOL_ROLES), document.told, None)
+        """The tokens that hold some characters of messages. spans: the place of a message, the first of the characters
+        in its text and the one after the last. behind: the end of the cache that the messages are appended to; None:
+        they begin a conversation. Raises `InvalidRequest` where the template does not show where a message is."""
+        script = _Script(self, behind, check_messages(messages, TOOL_ROLES), document.options, None)
         try:
-            return script.followed_by(_next(messages[-1])).spans(wanted)
-        except InvalidRequest:  # nothing may follow, for all that is known
-            return script.spans(wanted)
+            return script.followed_by(_next(messages[-1])).spans(spans)
+        except InvalidRequest:  # the template may refuse any message after the last
+            return script.spans(spans)
 
-    def _opened(self, options: TemplateOptions) -> tuple[list[int], str, Place]:
-        """What the template writes before a document: its ids, the text that the document's first tokens join, and what
-        that text stands behind."""
-        said = [value for value in options.variables.values() if isinstance(value, str)]
-        breaker = unused_characters(said, 1)[0] if any(map(self.tokens.has_marks, said)) else ""
+    def _open(self, options: TemplateOptions) -> tuple[list[int], str, Place]:
+        """The template's text before a document: its ids, its last text, which the document's first tokens join, and
+        the place of that text."""
+        texts = [value for value in options.variables.values() if isinstance(value, str)]
+        breaker = unused_characters(texts, 1)[0] if any(map(self.tokens.has_marks, texts)) else ""
         before = self._before_document(options, breaker)
         runs = list(self.tokens.runs(before, breaker))
         ids = [token for run in runs for token in run.token_ids]
@@ -264,8 +262,7 @@ class TextFormat:
         if not last or marked or last.endswith("\n"):
             # A line's end stays a token of its own, and the document's ids are those of the document alone.
             return ids, "", "behind text" if last and not marked else "behind mark" if last else "first"
-        own = len(ids) - len(runs[-1].token_ids)
-        return ids[:own], last, "first" if len(runs) == 1 else "behind mark"
+        return ids[: len(ids) - len(runs[-1].token_ids)], last, "first" if len(runs) == 1 else "behind mark"
 
     @property
     def writes_date(self) -> bool:
@@ -274,7 +271,7 @@ class TextFormat:
 
     @property
     def about_template(self) -> str:
-        """What the chat template is, in words."""
+        """A description of the chat template, for people."""
         if not self.has_template:
             return "none: documents have the layout plain and take no messages; --chat-template gives the model one"
         if not self.template.usable:
@@ -283,7 +280,7 @@ class TextFormat:
 
     @property
     def about_thoughts(self) -> str:
-        """Whether the model thinks, and what turns it off, in words."""
+        """Whether the model thinks, and the variables that turn it off, for people."""
         if self.thoughts is None:
             return "no"
         switch = {"enable_thinking", "thinking", "reasoning_effort"} & self.template.variables
@@ -292,24 +289,24 @@ class TextFormat:
         )
 
     def dated(self, document: EncodedDocument, date: str) -> EncodedDocument:
-        """A document that is given as the token ids that were read, with this date among them."""
+        """A document of token ids that a cache was made of, with this date among them."""
         if document.boundary != "document":
             return replace(document, date=date, named_ids=None)
-        before = self._begun("", replace(document.told, date=ANY_DATE))[0]
+        before = self._begin("", replace(document.options, date=ANY_DATE))[0]
         return replace(document, date=date, named_ids=before + document.token_ids[document.protected_prefix :])
 
     def conversation(self, messages: Sequence[Message], options: TemplateOptions | None = None) -> EncodedDocument:
-        """A document of whole turns; a query appends more turns. options: what the template is told."""
+        """A document of whole turns; a query appends more turns."""
         turns = check_messages(messages)
         boundary = cast(Boundary, f"after_{turns[-1]['role']}")
 
-        def whole(told: TemplateOptions) -> Prompt:
-            return self.prompt(None, turns, followed=True, options=told)
+        def write(options: TemplateOptions) -> Prompt:
+            return self.prompt(None, turns, followed=True, options=options)
 
-        told = self._settled(options or TemplateOptions(), lambda told: whole(told).token_ids)
-        said = whole(told)
-        named = whole(replace(told, date=ANY_DATE)).token_ids if told.date else None
-        return EncodedDocument(said.token_ids, said.first, "chat", boundary, told.date, named, told.variables)
+        options = self._reduce(options or TemplateOptions(), lambda fewer: write(fewer).token_ids)
+        prompt = write(options)
+        named = write(replace(options, date=ANY_DATE)).token_ids if options.date else None
+        return EncodedDocument(prompt.token_ids, prompt.first, "chat", boundary, options.date, named, options.variables)
 
     def question(self, boundary: Boundary, prompt: str, options: TemplateOptions | None = None) -> list[int]:
         """The ids that ask `prompt`: a question in the document's own turn, or a turn of its own."""
@@ -333,16 +330,16 @@ class TextFormat:
     def prompt(
         self,
         boundary: Boundary | None,
-        messages: Sequence[Said],
+        messages: Sequence[Message],
         *,
         opening: bool = False,
         followed: bool = False,
         options: TemplateOptions | None = None,
         intro: Callable[[Broken], str] | None = None,
     ) -> Prompt:
-        """What adds `messages`, which are checked, to a cache, and, with `opening`, opens the assistant's turn.
-        boundary: None for the beginning of a conversation. followed: up to the end of the last message, as the template
-        writes it when another one follows. intro: what the template itself says before them.
+        """The tokens that add checked `messages` to a cache, and with `opening` open the assistant's turn. boundary:
+        None for the beginning of a conversation. followed: up to the end of the last message, as the template writes it
+        when another one follows. intro: gives the template's own text before them.
 
         After a document the first message must be the user's: it ends the turn that the document is in. A system
         message may stand before it: the document is already in the cache, so its text comes behind the document, as
@@ -359,7 +356,7 @@ class TextFormat:
             return script.prompt(opening=opening)
         try:
             more = script.followed_by(_next(messages[-1])).prompt(opening=False)
-        except InvalidRequest:  # nothing may follow, for all that is known
+        except InvalidRequest:  # the template may refuse any message after the last
             return script.prompt(opening=False)
         if (end := more.ends.get(len(messages) - 1)) is None:
             return script.prompt(opening=False)
@@ -368,26 +365,22 @@ class TextFormat:
     def suffix(self, boundary: Boundary, options: TemplateOptions | None = None) -> list[int]:
         """The tokens that the template writes between the cached tokens and the model's answer; none where a question
         must come first, or without a template. options: of the document."""
-        told = options or TemplateOptions()
-        match boundary:
-            case "document":
-                place = "kvshelf_document"
-                text = self._asked(place, told)
-                return self.tokens.encode_marked(text.rpartition(place)[2], place="behind text")
-            case "after_user":
-                place = "kvshelf_question"
-                text = self._asked(place, told)
-                end = self.seam("user", "assistant", False, told.key)[0]
-                return self.tokens.encode_marked(text.rpartition(place)[2].removeprefix(end), place="behind text")
-            case _:
-                return []
+        if boundary not in ("document", "after_user"):
+            return []
+        options, place = options or TemplateOptions(), "kvshelf_question"
+        text = self._write_question(place, options).rpartition(place)[2]
+        if boundary == "after_user":
+            text = text.removeprefix(self.seam("user", "assistant", False, options.key)[0])
+        return self.tokens.encode_marked(text, place="behind text")
 
-    def _asked(self, text: str, options: TemplateOptions) -> str:
-        said: list[Said] = [{"role": "user", "content": text}]
-        return self.template.write(said, opening=True, options=options.variables, date=options.date)
+    def _write(self, messages: Sequence[Message], options: TemplateOptions, *, opening: bool = False) -> str:
+        return self.template.write(messages, opening=opening, options=options.variables, date=options.date)
+
+    def _write_question(self, text: str, options: TemplateOptions) -> str:
+        return self._write([{"role": "user", "content": text}], options, opening=True)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text behind another; control tokens in it are text."""
+        """Token ids of a text that follows another; control tokens in it are text."""
         return self.tokens.encode(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -395,7 +388,7 @@ class TextFormat:
         return self.tokens.control.decode(list(token_ids), skip_special_tokens=False)
 
     def segment_ends(self, token_ids: Sequence[int], endings: tuple[str, ...] = SEGMENT_ENDS) -> list[bool]:
-        """Which tokens are the last of a segment: their text ends with one of `endings`. The point in "3.14" ends none.
+        """Which tokens end a segment: their text ends with one of `endings`. The point in "3.14" ends none.
 
         Single-byte tokens split a character ("。" has three bytes); its last token then ends the segment.
         """
@@ -411,19 +404,19 @@ class TextFormat:
         return flags
 
     def lines(self, token_ids: Sequence[int]) -> list[tuple[int, str]]:
-        """The lines of these tokens: the first token of each, and its text with what ends it. Of one token that ends
-        several, as behind a paragraph, the first."""
+        """The lines of these tokens: the first token of each, and its text with the line's end. A token that ends
+        several lines, as after a paragraph, ends the first of them."""
         ends = {i: "\n" in self._token_text(i) for i in set(token_ids)}
         edges = [0, *(at + 1 for at, i in enumerate(token_ids[:-1]) if ends[i]), len(token_ids)]
         return [(first, self.decode(token_ids[first:end])) for first, end in pairwise(edges)]
 
     def number_starts(self, token_ids: Sequence[int]) -> list[bool]:
-        """Which tokens have a digit behind a token without one."""
+        """Which tokens have a digit and follow a token without one."""
         digits = [any(map(str.isdigit, self._token_text(i))) for i in token_ids]
         return [now and not before for before, now in zip([False, *digits], digits, strict=False)]
 
     def name_starts(self, token_ids: Sequence[int]) -> list[bool]:
-        """Which tokens begin with a capital letter, and not behind the end of a sentence, where every word does."""
+        """Which tokens begin with a capital letter, but not after the end of a sentence, where every word does."""
         texts = [self._token_text(i) for i in token_ids]
         capital = [text.lstrip()[:1].isupper() for text in texts]
         opens = [text.rstrip(" ").endswith((*SENTENCE_ENDS, "\n")) for text in ["\n", *texts]]
@@ -435,82 +428,74 @@ class TextFormat:
         return self._token_texts[token_id]
 
     def _before_document(self, options: TemplateOptions, breaker: str = "") -> str:
-        """What the template writes before the text of a first message. breaker: breaks marks in the variables."""
+        """The template's text before the text of a first message. breaker: breaks marks in the variables."""
         place = unused_characters([breaker], 1)[0]
         safe = _nested(options.variables, lambda value: self.tokens.broken(value, breaker) if breaker else value)
         text = self.template.write([{"role": "user", "content": place}], options=safe, date=options.date)
-        return self._parted(text, place)[0]
+        return self._halves(text, place)[0]
 
-    def _parted(self, text: str, place: str) -> list[str]:
-        """What stands before and behind a sign."""
+    def _halves(self, text: str, place: str) -> list[str]:
+        """The texts before and after a sign."""
         parts = text.split(place)
         if len(parts) != 2:
             raise InvalidRequest("the model's chat template does not write every turn once, in order", param="messages")
         return parts
 
     def _seam(self, last: str, following: str, calls: bool, key: tuple[str, str]) -> tuple[str, str]:
-        """What the template writes between the texts of two neighbouring messages: what ends the turn of the first,
-        and what begins the second. last, following: their roles. calls: whether the first has calls of tools. key: of
-        the options. Raises `InvalidRequest` where one may not follow the other."""
+        """The template's text between the texts of two neighbouring messages: the end of the first one's turn, and the
+        beginning of the second. last, following: their roles. calls: whether the first has calls of tools. key: of the
+        options. Raises `InvalidRequest` where one may not follow the other."""
         text, after = "kvshelf_text", "kvshelf_after"
-        asked = {"role": "user", "content": "kvshelf_question"}
-        arguments = {"kvshelf": text}
-        calling = {"role": "assistant", "content": "", "tool_calls": [
-            {**_CALL, "function": {"name": "kvshelf_name", "arguments": arguments}}
-        ]}  # fmt: skip
-        before: dict[str, list[Said]] = {"assistant": [asked], "tool": [asked, calling]}
+        question = {"role": "user", "content": "kvshelf_question"}
+        call = {**_CALL, "function": {"name": "kvshelf_name", "arguments": {"kvshelf": text}}}
+        calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+        before: dict[str, list[Message]] = {"assistant": [question], "tool": [question, calling]}
         first = calling if calls else {"role": last, "content": text}
-        said: list[Said] = [*before.get(last, []), first, {"role": following, "content": after}]
-        options: dict[str, Any] = {"variables": json.loads(key[0]), "date": key[1]}
-        alone, both = (self._plain(turns, **options) for turns in (said[:-1], said))
+        turns: list[Message] = [*before.get(last, []), first, {"role": following, "content": after}]
+        options = TemplateOptions(json.loads(key[0]), key[1])
+        alone, both = self._write(turns[:-1], options), self._write(turns, options)
         tail, rest = alone.rpartition(text)[2], both.rpartition(text)[2]
-        between, found, _ = rest.partition(after)
-        if not found:
+        between, mark, _ = rest.partition(after)
+        if not mark:
             raise InvalidRequest("the model's chat template writes no message behind such a one", param="messages")
         same = same_beginning(tail, between)
         ends = [at for run in self.tokens.runs(between) if run.is_mark for at in (run.start, run.end)]
         end = max(at for at in (0, len(between), *ends) if at <= same)
         return between[:end], between[end:]
 
-    def _plain(self, said: Sequence[Said], variables: Mapping[str, Any], date: str) -> str:
-        return self.template.write(said, options=variables, date=date)
-
-    def _bos(self) -> list[int]:
-        added = self.chat("").input_ids
-        return [i for i in added if i == self.chat.bos_token_id]
-
 
 @dataclass(frozen=True)
 class _Script:
-    """Messages behind a cache, and how the template writes them. The fields are arguments of `TextFormat.prompt`."""
+    """Messages after a cache, which the template writes. The fields are arguments of `TextFormat.prompt`."""
 
     form: TextFormat
     boundary: Boundary | None
-    messages: list[Said]
+    messages: list[Message]
     options: TemplateOptions
     intro: Callable[[Broken], str] | None
 
-    def followed_by(self, message: Said) -> _Script:
+    def followed_by(self, message: Message) -> _Script:
         return replace(self, messages=[*self.messages, message])
 
-    def prompt(self, *, opening: bool) -> Prompt:
-        tokens, marked = self.form.tokens, any(map(self.form.tokens.has_marks, self._texts()))
-        breaker, document, start = unused_characters(self._texts(), 3)
-        signs = _Signs(breaker if marked else "", document, start)
+    def _write(self, *, opening: bool) -> tuple[_Signs, str, list[Run]]:
+        """The template's text after the cache, with the signs in it, and its runs."""
+        texts, tokens = self._texts(), self.form.tokens
+        breaker, document, start = unused_characters(texts, 3)
+        signs = _Signs(breaker if any(map(tokens.has_marks, texts)) else "", document, start)
         text, place = self._text(signs, opening=opening)
-        runs = list(tokens.runs(text, signs.breaker, place))
+        return signs, text, list(tokens.runs(text, signs.breaker, place))
+
+    def prompt(self, *, opening: bool) -> Prompt:
+        signs, text, runs = self._write(opening=opening)
         ends, first = self._ends(signs, text, runs, opening=opening)
         return Prompt([token for run in runs for token in run.token_ids], ends, first)
 
-    def spans(self, wanted: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
+    def spans(self, spans: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
         """See `TextFormat.message_spans`."""
-        tokens, marked = self.form.tokens, any(map(self.form.tokens.has_marks, self._texts()))
-        breaker, document, start = unused_characters(self._texts(), 3)
-        signs = _Signs(breaker if marked else "", document, start)
-        text, place = self._text(signs, opening=False)
-        runs, begins = list(tokens.runs(text, signs.breaker, place)), self._places(signs, text, opening=False)
+        signs, text, runs = self._write(opening=False)
+        tokens, begins = self.form.tokens, self._places(signs, text, opening=False)
         edges: list[int] = []
-        for at, first, end in wanted:
+        for at, first, end in spans:
             if at not in begins:
                 raise InvalidRequest(
                     f"the model's chat template does not tell where the text of messages[{at}] is; protect tokens",
@@ -518,49 +503,48 @@ class _Script:
                 )
             content = self.messages[at]["content"]
             lead = len(content) - len(content.lstrip())
-            said = tokens.broken(content.lstrip(), signs.breaker) if signs.breaker else content.lstrip()
-            behind = [where for where, letter in enumerate(said) if letter != signs.breaker]
-            edges += (begins[at] + behind[min(max(edge - lead, 0), len(behind) - 1)] for edge in (first, end - 1))
-        # The token that holds a character is the one behind those that end before it or with it.
+            broken = tokens.broken(content.lstrip(), signs.breaker) if signs.breaker else content.lstrip()
+            letters = [place for place, letter in enumerate(broken) if letter != signs.breaker]
+            edges += (begins[at] + letters[min(max(edge - lead, 0), len(letters) - 1)] for edge in (first, end - 1))
+        # The token that holds a character is the one after those that end before it or with it.
         counts = tokens.tokens_until(text, runs, edges, signs.breaker)
         return [(first, last + 1) for first, last in zip(counts[::2], counts[1::2], strict=True)]
 
     def _text(self, signs: _Signs, *, opening: bool) -> tuple[str, Place]:
-        """The template's text behind the cache, texts from outside broken, and what it stands behind."""
-        broken = self._written(signs, opening=opening)
+        """The template's text after the cache, with broken texts from outside, and its place."""
+        broken = self._render(signs, opening=opening)
         if signs.breaker:
-            plain = self._written(signs._replace(breaker=""), opening=opening)
+            plain = self._render(signs._replace(breaker=""), opening=opening)
             if broken[0].replace(signs.breaker, "") != plain[0]:
                 # The template looks for thoughts in answers that are sent back.
-                thoughts = self._written(signs, opening=opening, answers_too=False)
+                thoughts = self._render(signs, opening=opening, answers_too=False)
                 if thoughts[0].replace(signs.breaker, "") == plain[0]:
                     return thoughts
         return broken
 
-    def _written(
+    def _render(
         self, signs: _Signs, *, opening: bool, answers_too: bool = True, started: bool = False
     ) -> tuple[str, Place]:
         """started: whether each message's text begins with its sign."""
-        said = [_changed(message, self._breaking(message, signs, answers_too)) for message in self.messages]
+        turns = [_changed(message, self._breaking(message, signs, answers_too)) for message in self.messages]
         if self.intro is not None:
-            told = self.intro(lambda value: _nested(value, self._breaking({}, signs, True)))
-            said[0]["content"] = QUESTION_SEPARATOR.join([told, said[0]["content"]])
+            intro = self.intro(lambda value: _nested(value, self._breaking({}, signs, True)))
+            turns[0]["content"] = QUESTION_SEPARATOR.join([intro, turns[0]["content"]])
         if self.boundary == "document":
-            said = _system_before_question(said)
+            turns = _system_before_question(turns)
         if started:
-            said = [message | {"content": _started(message["content"], signs.start)} for message in said]
+            turns = [message | {"content": _started(message["content"], signs.start)} for message in turns]
         if self.boundary == "document":
-            return self._behind_document(said, signs, opening=opening), "behind text"
+            return self._behind_document(turns, signs, opening=opening), "behind text"
         if self.boundary is None:
-            return self._template(said, signs, opening=opening), "first"
-        return self._behind_turn(said, signs, opening=opening)
+            return self._template(turns, signs, opening=opening), "first"
+        return self._behind_turn(turns, signs, opening=opening)
 
-    def _behind_document(self, said: list[dict[str, Any]], signs: _Signs, *, opening: bool) -> str:
-        said[0]["content"] = signs.document + QUESTION_SEPARATOR + said[0]["content"]
-        before, behind = self.form._parted(self._template(said, signs, opening=opening), signs.document)
-        if (before.replace(signs.breaker, "") if signs.breaker else before) != self.form._before_document(
-            self.options.of_document
-        ):
+    def _behind_document(self, turns: list[dict[str, Any]], signs: _Signs, *, opening: bool) -> str:
+        turns[0]["content"] = signs.document + QUESTION_SEPARATOR + turns[0]["content"]
+        before, behind = self.form._halves(self._template(turns, signs, opening=opening), signs.document)
+        before = before.replace(signs.breaker, "") if signs.breaker else before
+        if before != self.form._before_document(self.options.of_document):
             if not self._differing:
                 raise InvalidRequest(
                     "with these messages the chat template of this model writes something else before the document, "
@@ -577,24 +561,24 @@ class _Script:
         return {name: value for name, value in self.options.variables.items() if (name, value) not in cached.items()}
 
     def _other_variables(self) -> InvalidRequest:
-        told, cached = (
+        differing, cached = (
             ", ".join(f"{name} {json.dumps(value, ensure_ascii=False):.80}" for name, value in variables.items())
             for variables in (self._differing, self.options.cached)
         )
         return InvalidRequest(
-            f"with {told} the chat template of this model writes something else before the document, which is in "
+            f"with {differing} the chat template of this model writes something else before the document, which is in "
             f"the cache already, made with {cached or 'none of them'}; leave them out, or put the document with them",
             param="chat_template_kwargs",
         )
 
-    def _behind_turn(self, said: list[dict[str, Any]], signs: _Signs, *, opening: bool) -> tuple[str, Place]:
+    def _behind_turn(self, turns: list[dict[str, Any]], signs: _Signs, *, opening: bool) -> tuple[str, Place]:
         # The cached turns are not known. A stand-in with the same last role shows what the template writes after it.
         last = str(self.boundary).removeprefix("after_")
-        before: list[Said] = [{"role": "user", "content": "?"}] if last in ("assistant", "tool") else []
+        before: list[Message] = [{"role": "user", "content": "?"}] if last in ("assistant", "tool") else []
         stand_in = [*before, {"role": last, "content": signs.document}]
         if self._begins_otherwise(stand_in, signs.document):
             raise self._other_variables()
-        behind = self.form._parted(self._template([*stand_in, *said], signs, opening=opening), signs.document)[1]
+        behind = self.form._halves(self._template([*stand_in, *turns], signs, opening=opening), signs.document)[1]
         end = self.form.seam(last, _FOLLOWS[last], False, self.options.key)[0]
         if not behind.startswith(end):
             raise InvalidRequest(
@@ -605,32 +589,32 @@ class _Script:
         marked = [run.is_mark for run in self.form.tokens.runs(end)][-1:] == [True]
         return behind.removeprefix(end), "behind mark" if marked else "behind text"
 
-    def _begins_otherwise(self, turns: Sequence[Said], place: str) -> bool:
-        """Whether the cached turns, of which these stand for the last, would begin otherwise with the variables of this
-        question. With a system message and without, because nobody knows whether they have one."""
+    def _begins_otherwise(self, turns: Sequence[Message], place: str) -> bool:
+        """Whether the cached turns would begin otherwise with the variables of this question. turns: stand for the last
+        of them. With a system message and without, because nobody knows whether they have one."""
         if not self._differing:
             return False
         both = (self.options, self.options.of_document)
         for system in ([], [{"role": "system", "content": "?"}] if turns[0]["role"] != "system" else []):
             with suppress(InvalidRequest):  # the template takes no system message
-                written = (self.form._plain([*system, *turns], told.variables, told.date) for told in both)
-                now, made = (text.partition(place)[0] for text in written)
-                if now != made:
+                texts = (self.form._write([*system, *turns], options) for options in both)
+                now, cached = (text.partition(place)[0] for text in texts)
+                if now != cached:
                     return True
         return False
 
-    def _template(self, said: Sequence[Said], signs: _Signs, *, opening: bool) -> str:
+    def _template(self, turns: Sequence[Message], signs: _Signs, *, opening: bool) -> str:
         safe = _nested(self.options.variables, self._breaking({}, signs, True))
-        return self.form.template.write(said, opening=opening, options=safe, date=self.options.date)
+        return self.form.template.write(turns, opening=opening, options=safe, date=self.options.date)
 
-    def _breaking(self, message: Said, signs: _Signs, answers_too: bool) -> Callable[[str], str]:
+    def _breaking(self, message: Message, signs: _Signs, answers_too: bool) -> Callable[[str], str]:
         if not signs.breaker:
             return lambda text: text
         kept = () if answers_too or message.get("role") != "assistant" else self.form.thought_marks
         return lambda text: self.form.tokens.broken(text, signs.breaker, kept)
 
     def _ends(self, signs: _Signs, text: str, runs: Sequence[Run], *, opening: bool) -> tuple[dict[int, int], int]:
-        """As of a `Prompt`."""
+        """`ends` and `first` of a `Prompt`."""
         if len(self.messages) < 2 and self.boundary is not None:
             return {}, 0
         if not (places := self._places(signs, text, opening=opening)):
@@ -650,26 +634,26 @@ class _Script:
         return dict(zip(stops, ends, strict=True)), first
 
     def _places(self, signs: _Signs, text: str, *, opening: bool) -> dict[int, int]:
-        """Where the text of each message begins in the template's text; empty where that does not tell."""
+        """Where the text of each message begins in the template's text; empty where that does not show it."""
         for answers_too in (True, False):
-            started, _ = self._written(signs, opening=opening, answers_too=answers_too, started=True)
+            started, _ = self._render(signs, opening=opening, answers_too=answers_too, started=True)
             if started.replace(signs.start, "") == text:
                 break
         else:
             return {}
         parts = started.split(signs.start)[:-1]
         with_text = [at for at, message in enumerate(self.messages) if message["content"]]
-        if not parts or len(parts) > len(with_text):  # what the template says of tools stands before an empty text
+        if not parts or len(parts) > len(with_text):  # the template's text about tools stands before an empty text
             return {}
         with_text = with_text[len(with_text) - len(parts) :]  # a system message may have become a part of the question
         return dict(zip(with_text, accumulate(map(len, parts)), strict=True))
 
     def _texts(self) -> list[str]:
         """All texts from outside."""
-        found: list[str] = []
+        texts: list[str] = []
 
         def note(text: str) -> str:
-            found.append(text)
+            texts.append(text)
             return text
 
         for message in self.messages:
@@ -677,15 +661,15 @@ class _Script:
         _nested(self.options.variables, note)
         if self.intro is not None:
             self.intro(lambda value: _nested(value, note))
-        return found
+        return texts
 
 
-def _next(last: Said) -> Said:
+def _next(last: Message) -> Message:
     """A message that may follow one."""
     return {"role": "tool" if last.get("tool_calls") else _FOLLOWS[last["role"]], "content": "kvshelf_next"}
 
 
-def _changed(message: Said, change: Callable[[str], str]) -> dict[str, Any]:
+def _changed(message: Message, change: Callable[[str], str]) -> dict[str, Any]:
     """A message with its texts changed, and all that is in calls of tools."""
     return {
         name: change(value)
@@ -722,16 +706,14 @@ def same_beginning(one: str, other: str) -> int:
 
 def _started(content: str, sign: str) -> str:
     text = content.lstrip()
-    if not content:  # which templates tell from one that is not empty
-        return content
-    return content[: len(content) - len(text)] + sign + text
+    return content[: len(content) - len(text)] + sign + text if content else ""  # templates treat no text as such
 
 
 _MORE: Final = {"assistant": {"tool_calls", "reasoning_content"}, "tool": {"tool_call_id", "name"}}
 """Fields of a message besides its role and content."""
 
 
-def check_messages(messages: Sequence[Message], roles: Sequence[str] = ROLES) -> list[Said]:
+def check_messages(messages: Sequence[Message], roles: Sequence[str] = ROLES) -> list[Message]:
     """The messages of a conversation. Raises `InvalidRequest` naming the message that is wrong."""
     if not messages:
         raise InvalidRequest("messages is empty; give at least one message", param="messages")
@@ -763,12 +745,12 @@ def _system_before_question(turns: list[dict[str, Any]]) -> list[dict[str, Any]]
             f"messages[{second}] is a second system message; a query on a document takes one, as its first message",
             param=f"messages[{second}].role",
         )
-    asked = turns[len(system) :]
-    if not asked or asked[0]["role"] != "user":
-        found = f"has role {asked[0]['role']!r}" if asked else "is missing"
+    rest = turns[len(system) :]
+    if not rest or rest[0]["role"] != "user":
+        problem = f"has role {rest[0]['role']!r}" if rest else "is missing"
         raise InvalidRequest(
             "the first message of a query on a document, after a system message if there is one, must be the user's "
-            f"(it ends the turn that holds the document) and {found}",
-            param=f"messages[{len(system)}].role" if asked else "messages",
+            f"(it ends the turn that holds the document) and {problem}",
+            param=f"messages[{len(system)}].role" if rest else "messages",
         )
-    return [{**asked[0], "content": QUESTION_SEPARATOR.join([*system, asked[0]["content"]])}, *asked[1:]]
+    return [{**rest[0], "content": QUESTION_SEPARATOR.join([*system, rest[0]["content"]])}, *rest[1:]]

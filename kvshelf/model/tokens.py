@@ -17,15 +17,15 @@ from typing import Any, Final, Literal, NamedTuple
 from tokenizers import Encoding, Tokenizer
 
 Place = Literal["first", "behind mark", "behind text"]
-"""What a text stands behind: nothing, a control token, or more text."""
+"""The place of a text: at the beginning, or after a control token or more text."""
 
 _LEAST_EDGE: Final = 2
-"""Characters of a mark that a text must begin or end with to be kept from completing it with what stands beside it."""
+"""Characters of a mark at a text's beginning or end from which on they are broken, lest a neighbour completes it."""
 
 
 class Mark(NamedTuple):
-    """An added token. left, right: whether it takes the white space before and behind it. normalized: whether it is
-    looked for after the normalizer, which then writes nothing between it and the text behind it."""
+    """An added token. left, right: whether it takes the white space before and after it. normalized: whether it is
+    searched after the normalizer, which then writes nothing between it and the text after it."""
 
     id: int
     text: str
@@ -36,8 +36,8 @@ class Mark(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Characters of a text, from `start` to the one before `end`, and their tokens: a mark, with the white space that
-    it takes, or all between two."""
+    """Characters of a text, from `start` to the one before `end`, and their tokens: a mark with the white space that it
+    takes, or the text between two marks."""
 
     start: int
     end: int
@@ -52,12 +52,13 @@ class Tokens:
     """
 
     def __init__(self, backend: Tokenizer) -> None:
-        made = json.loads(backend.to_str()) | {"padding": None, "truncation": None}
+        settings = json.loads(backend.to_str()) | {"padding": None, "truncation": None}
         self.control = Tokenizer.from_str(backend.to_str())
         self.control.no_padding()
         self.control.no_truncation()
-        added = [token for token in made["added_tokens"] if _opens(token["content"])]
-        self.marks = {token["content"]: _mark(token) for token in added}
+        added = [token for token in settings["added_tokens"] if _opens(token["content"])]
+        flags = ("special", "lstrip", "rstrip", "normalized")
+        self.marks = {t["content"]: Mark(t["id"], t["content"], *(t[flag] for flag in flags)) for t in added}
         self._mark_ids = frozenset(mark.id for mark in self.marks.values())
         longest_first = sorted(self.marks, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
@@ -66,32 +67,32 @@ class Tokens:
         )
         # Copies of their own: switching one shared tokenizer between "marks are text" and "are tokens" would race with
         # other threads. Each added token counts as special there, because only special ones can be switched off.
-        for token in made["added_tokens"]:
+        for token in settings["added_tokens"]:
             token["special"] = _opens(token["content"])
-        self._first = _textual(made)
-        spaced, self._spaces_each = _unspaced(made)
-        self._behind = self._first if spaced == made else _textual(spaced)
+        self._first = _textual(settings)
+        unspaced, self._spaces_marks = _unspaced(settings)
+        self._behind = self._first if unspaced == settings else _textual(unspaced)
         self._spelled: dict[int, list[int]] = {}  # filled by use; two threads may write the same
 
     def showing(self, text: str) -> Tokenizer:
         """A tokenizer whose decoder writes the marks of a text although they are flagged special."""
-        wanted = {mark.text for mark in self.found_in(text) if mark.special}
-        if not wanted:
+        marks = {mark.text for mark in self.found_in(text) if mark.special}
+        if not marks:
             return self.control
-        made = json.loads(self.control.to_str())
-        for token in made["added_tokens"]:
-            token["special"] &= token["content"] not in wanted
-        return Tokenizer.from_str(json.dumps(made))
+        settings = json.loads(self.control.to_str())
+        for token in settings["added_tokens"]:
+            token["special"] &= token["content"] not in marks
+        return Tokenizer.from_str(json.dumps(settings))
 
     def encode(self, text: str, place: Place = "behind text") -> list[int]:
         """Token ids of a text from outside: no mark is among them, whatever it says."""
         ids: list[int] = _encoding(self._encoder(place), text).ids
         if self._mark_ids.isdisjoint(ids):
             return ids
-        return [each for token in ids for each in self._as_text(token)]
+        return [spelled for token in ids for spelled in self._as_text(token)]
 
     def spans(self, text: str, place: Place = "behind text") -> list[tuple[int, int]]:
-        """The first character of each token of a text, and the one behind its last."""
+        """The first character of each token of a text, and the one after its last."""
         encoding = _encoding(self._encoder(place), text)
         if self._mark_ids.isdisjoint(encoding.ids):
             return list(encoding.offsets)
@@ -106,8 +107,8 @@ class Tokens:
         """As `encode_marked`, each mark and each text between two of them by itself. breaker: the character that
         `broken` put into the texts from outside; it is taken out again."""
         at = 0
-        for found in self._pattern.finditer(text) if self._pattern is not None else ():
-            mark, start, end = self.marks[found.group()], found.start(), found.end()
+        for match in self._pattern.finditer(text) if self._pattern is not None else ():
+            mark, start, end = self.marks[match.group()], match.start(), match.end()
             if mark.left:
                 start -= len(text[at:start]) - len(text[at:start].rstrip())
             if mark.right:
@@ -125,19 +126,19 @@ class Tokens:
     def tokens_until(self, text: str, runs: Sequence[Run], places: Sequence[int], breaker: str = "") -> list[int]:
         """For each of these places in a text, how many tokens of its runs end there or before."""
         ends = [run.end for run in runs]
-        counts = list(accumulate((len(run.token_ids) for run in runs), initial=0))
-        found = []
+        before = list(accumulate((len(run.token_ids) for run in runs), initial=0))
+        counts = []
         for place in places:
             whole = bisect_right(ends, place)
-            found.append(counts[whole])
+            counts.append(before[whole])
             if whole < len(runs) and runs[whole].start < place:
                 run = runs[whole]
-                within, said = (_without(text[run.start : at], breaker) for at in (place, run.end))
-                found[-1] += sum(last <= len(within) for _, last in self.spans(said))
-        return found
+                part, all_of_it = (_without(text[run.start : at], breaker) for at in (place, run.end))
+                counts[-1] += sum(last <= len(part) for _, last in self.spans(all_of_it))
+        return counts
 
     def has_marks(self, text: str) -> bool:
-        """Whether a text spells a mark, or may complete one with what stands beside it."""
+        """Whether a text spells a mark, or a part of one at its edge that a neighbour may complete."""
         return self._pattern is not None and (self._pattern.search(text) is not None or self._edge(text) != (0, 0))
 
     def broken(self, text: str, breaker: str, but: Collection[str] = ()) -> str:
@@ -146,33 +147,32 @@ class Tokens:
         if self._pattern is None:
             return text
 
-        def parted(found: re.Match[str]) -> str:
-            said = found.group()
-            return said if said in but else said[0] + breaker + said[1:]
+        def part(match: re.Match[str]) -> str:
+            mark = match.group()
+            return mark if mark in but else mark[0] + breaker + mark[1:]
 
         begins, ends = self._edge(text)
         if ends:
             text = text[:-1] + breaker + text[-1]
         if begins:
             text = text[0] + breaker + text[1:]
-        while (made := self._pattern.sub(parted, text)) != text:  # a mark may hold another one
-            text = made
+        while (broken := self._pattern.sub(part, text)) != text:  # a mark may contain another one
+            text = broken
         return text
 
     def literal(self, text: str) -> str:
         """A template's text as a grammar in llguidance's Lark dialect: its marks are tokens, flagged special or not."""
-        named = []
-        for run in self.runs(text):
-            said = json.dumps(text[run.start : run.end], ensure_ascii=False)
-            named.append(f"<[{run.token_ids[0]}]>" if run.is_mark else said)
-        return " ".join(named)
+        return " ".join(
+            f"<[{run.token_ids[0]}]>" if run.is_mark else json.dumps(text[run.start : run.end], ensure_ascii=False)
+            for run in self.runs(text)
+        )
 
     def found_in(self, text: str) -> list[Mark]:
         """The marks of a template's text, in order."""
-        return [self.marks[each] for each in self._pattern.findall(text)] if self._pattern is not None else []
+        return [self.marks[mark] for mark in self._pattern.findall(text)] if self._pattern is not None else []
 
     def _edge(self, text: str) -> tuple[int, int]:
-        """How much of a mark a text begins and ends with, if that is no whole one."""
+        """How many characters of a mark a text begins and ends with, if they are not the whole mark."""
         longest = max(map(len, self._edges), default=0)
         sizes = range(_LEAST_EDGE, min(longest, len(text)) + 1)
         begins = next((size for size in sizes if text[:size] in self._edges), 0)
@@ -180,7 +180,7 @@ class Tokens:
         return begins, ends
 
     def _encoder(self, place: Place) -> Tokenizer:
-        spaced = place == "first" or (place == "behind mark" and self._spaces_each)
+        spaced = place == "first" or (place == "behind mark" and self._spaces_marks)
         return self._first if spaced else self._behind
 
     def _as_text(self, token: int) -> list[int]:
@@ -189,8 +189,7 @@ class Tokens:
             return [token]
         if token not in self._spelled:
             content = self.control.id_to_token(token) or ""
-            each = [_encoding(self._behind, letter).ids for letter in content]
-            self._spelled[token] = [id_ for ids in each for id_ in ids]
+            self._spelled[token] = [id_ for letter in content for id_ in _encoding(self._behind, letter).ids]
         return self._spelled[token]
 
 
@@ -206,11 +205,6 @@ def unused_characters(texts: Sequence[str], count: int) -> list[str]:
     return list(islice((letter for letter in private if letter not in used), count))
 
 
-def _mark(token: dict[str, Any]) -> Mark:
-    flags = (token["special"], token["lstrip"], token["rstrip"], token["normalized"])
-    return Mark(token["id"], token["content"], *flags)
-
-
 def _opens(text: str) -> bool:
     """Whether an added token can be one that opens or ends something."""
     return len(text) > 1 and bool(text.replace("▁", " ").strip())
@@ -220,18 +214,19 @@ def _without(text: str, breaker: str) -> str:
     return text.replace(breaker, "") if breaker else text
 
 
-def _textual(made: dict[str, Any]) -> Tokenizer:
-    tokenizer = Tokenizer.from_str(json.dumps(made))
+def _textual(settings: dict[str, Any]) -> Tokenizer:
+    tokenizer = Tokenizer.from_str(json.dumps(settings))
     tokenizer.encode_special_tokens = True
     return tokenizer
 
 
-def _unspaced(made: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    """A tokenizer that writes no space before a text, and whether the given one writes one behind each mark, too."""
-    each = False
+def _unspaced(settings: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """The settings of a tokenizer, changed so that it writes no space before a text, and whether they have it write one
+    after each mark, too."""
+    spaces_marks = False
 
     def without(part: Any) -> Any:
-        nonlocal each
+        nonlocal spaces_marks
         if not isinstance(part, dict):
             return part
         kind, part = part.get("type"), dict(part)
@@ -239,16 +234,16 @@ def _unspaced(made: dict[str, Any]) -> tuple[dict[str, Any], bool]:
             if inner in part:
                 part[inner] = [kept for one in part[inner] if (kept := without(one)) is not None]
         if kind == "Prepend":
-            each = True
+            spaces_marks = True
             return None
         if kind == "Metaspace" and part.get("prepend_scheme") != "never":
-            each |= part.get("prepend_scheme") == "always"
+            spaces_marks |= part.get("prepend_scheme") == "always"
             part |= {"prepend_scheme": "never"}
             part.pop("add_prefix_space", None)
         if kind == "ByteLevel" and part.get("add_prefix_space"):
-            each = True
+            spaces_marks = True
             part["add_prefix_space"] = False
         return part
 
-    parts = {name: without(made.get(name)) for name in ("normalizer", "pre_tokenizer")}
-    return made | parts, each
+    parts = {name: without(settings.get(name)) for name in ("normalizer", "pre_tokenizer")}
+    return settings | parts, spaces_marks

@@ -17,8 +17,7 @@ from kvshelf.kernels.lag_scores import lag_scores
 from kvshelf.kernels.mean_cosines import mean_cosines
 from kvshelf.kernels.merge import merge_weighted, nearest_pair
 from kvshelf.kernels.prefix_attention import BatchLayout, LogitRules, PackedPrefix, SuffixRows, prefix_attention
-from kvshelf.kernels.quantize import dequantize, quantize
-from kvshelf.kernels.quantize.coded import Coded
+from kvshelf.kernels.quantize import Coded, dequantize, quantize
 from kvshelf.kernels.rotate import rotate
 from kvshelf.kernels.row_norms import row_norms
 from kvshelf.kernels.select import pack, select

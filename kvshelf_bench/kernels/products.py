@@ -13,6 +13,8 @@ from torch.nn import functional
 
 from kvshelf.errors import InvalidRequest
 from kvshelf.kernels import rowwise
+from kvshelf.kernels.rowwise.instructions import Buffer, Instruction, Place
+from kvshelf.kernels.rowwise.native import PANEL, RowProgram
 from kvshelf.model.weights.int8 import as_int8
 from kvshelf_bench.kernels.kernels import Ceilings
 
@@ -87,14 +89,12 @@ def _recorded(packed: Tensor, scales: Tensor | None, products: int) -> _Way:
     """The product as a recorded pass has it, one of several in a call of C: this call takes 5 us, as long as the
     smallest products of one row, and a pass makes it once for all of its layers."""
     panels, inputs, _ = packed.shape
-    x, y = rowwise.Place(0, 0, (0, 0, 1)), rowwise.Place(1, 0, (0, 0, 1))
-    product = rowwise.Instruction("linear", (panels, inputs, 1), y, x, x, packed, scales)
-    program = rowwise.RowProgram(
-        [product] * products, [rowwise.Buffer(inputs), rowwise.Buffer(panels * rowwise.PANEL)], [0, 1]
-    )
+    x, y = Place(0, 0, (0, 0, 1)), Place(1, 0, (0, 0, 1))
+    product = Instruction("linear", (panels, inputs, 1), y, x, x, packed, scales)
+    program = RowProgram([product] * products, [Buffer(inputs), Buffer(panels * PANEL)], [0, 1])
 
     def run(rows: Tensor) -> None:
-        program.run({0: rows, 1: rows.new_empty(len(rows), panels * rowwise.PANEL)}, len(rows))
+        program.run({0: rows, 1: rows.new_empty(len(rows), panels * PANEL)}, len(rows))
 
     return _Way(run, products)
 

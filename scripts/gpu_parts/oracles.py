@@ -38,12 +38,12 @@ from kvshelf.kernels.prefix_attention import (
     causal_attention,
     prefix_attention,
 )
-from kvshelf.kernels.quantize import dequantize, quantize
-from kvshelf.kernels.quantize.coded import Coded
+from kvshelf.kernels.quantize import Coded, dequantize, quantize
 from kvshelf.kernels.quantize.rows import QuantizedRows
 from kvshelf.kernels.rotate import rotate
 from kvshelf.kernels.row_norms import row_norms
-from kvshelf.kernels.rowwise import Buffer, Instruction, row_programs
+from kvshelf.kernels.rowwise import row_programs
+from kvshelf.kernels.rowwise.instructions import Buffer, Instruction
 from kvshelf.kernels.select import keep_best, pack, select
 from kvshelf.kernels.window_scores import pass_scores, window_scores
 from scripts.gpu_parts.part import Part, mapped

@@ -221,7 +221,7 @@ def test_any_rows_can_be_picked() -> None:
         rows = QuantizedRows.quantize(x, LENGTHS, bits=4, group=16, axis=axis)
         whole = torch.split(rows.dequantize(), LENGTHS)
         for head, expected in enumerate(whole):
-            view = rows.head(head)
+            view = rows.heads()[head]
             for start, stop in ((0, 5), (17, 40), (33, 33), (3, 10**6)):
                 assert torch.equal(view[start:stop], expected[start:stop])
             index = torch.randint(len(expected), (9,), generator=generator) if len(expected) else torch.arange(0)

@@ -62,7 +62,7 @@ def pages_by_hand(cache, question_tokens, page, budget, whole, every=1):
         if not isinstance(first.keys, QuantizedRows):
             least = in_bf16(rows.amin(0), -1)
             return least, least + 255 * in_bf16((rows.amax(0) - least) / 255, 1)
-        coded = first.keys.head(kv_head)
+        coded = first.keys.heads()[kv_head]
         least = coded.zeros[start // page].double()
         return least, least + coded.scales[start // page].double() * (2**coded.bits - 1)
 

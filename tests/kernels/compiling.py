@@ -97,8 +97,8 @@ def _compiled(module_name: str, variants: Sequence[Variant]) -> list[Compiled]:
         kernel = getattr(module, variant.kernel)
         # torch's allocations are aligned, and a launch tells the compiler so: it then loads 16 bytes at a time.
         types = {(i,): signature[name] for i, name in enumerate(kernel.arg_names)}
-        types |= {(*at, n): one for at, each in types.items() if isinstance(each, tuple) for n, one in enumerate(each)}
-        aligned = {at: [["tt.divisibility", 16]] for at, each in types.items() if each[0] == "*"}
+        types |= {(*at, n): one for at, kind in types.items() if isinstance(kind, tuple) for n, one in enumerate(kind)}
+        aligned = {at: [["tt.divisibility", 16]] for at, kind in types.items() if kind[0] == "*"}
         source = ASTSource(kernel, signature=signature, constexprs=_with_tuples(variant.constants), attrs=aligned)
         for arch in ARCHITECTURES:
             options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
@@ -108,9 +108,9 @@ def _compiled(module_name: str, variants: Sequence[Variant]) -> list[Compiled]:
     return results
 
 
-def _with_tuples(given: dict[str, Any]) -> dict[str, Any]:
+def _with_tuples(fields: dict[str, Any]) -> dict[str, Any]:
     """As it was before it was JSON."""
-    return {name: tuple(each) if isinstance(each, list) else each for name, each in given.items()}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
@@ -122,16 +122,18 @@ def _resources(cubin: bytes) -> tuple[int, int]:
         file.write(cubin)
         file.flush()
         shown = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", shown)
-    assert found, shown
-    return int(found[1]), int(found[2]) + int(found[3])
+    match = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", shown)
+    assert match, shown
+    return int(match[1]), int(match[2]) + int(match[3])
 
 
 if __name__ == "__main__":
     for request in sys.stdin:
-        asked_module, *asked = json.loads(request)
+        module_name, *variants = json.loads(request)
         try:
-            told: object = [asdict(one) for one in _compiled(asked_module, [Variant(**each) for each in asked])]
+            reports: object = [
+                asdict(one) for one in _compiled(module_name, [Variant(**fields) for fields in variants])
+            ]
         except Exception:
-            told = traceback.format_exc()[-4000:]
-        print(json.dumps(told), flush=True)
+            reports = traceback.format_exc()[-4000:]
+        print(json.dumps(reports), flush=True)

@@ -76,14 +76,14 @@ def test_every_bit_counts(module) -> None:
     """A flipped bit is found, or changes the numbers and nothing else; a digest finds those."""
     order = [0, 1, 2, 3]
     run = ans.encode(drawn(order, 30, seed=2, spread=3), TABLES, order)
-    found = 0
+    unsound = 0
     for bit in range(8 * len(run)):
         other = bytearray(run)
         other[bit // 8] ^= 1 << bit % 8
         out, sound = decoded(module, [bytes(other)], [30], order)
         assert out.shape == (4, 30)
-        found += not sound[0]
-    assert found > 0.8 * 8 * len(run)
+        unsound += not sound[0]
+    assert unsound > 0.8 * 8 * len(run)
 
 
 @pytest.mark.parametrize("module", OTHERS)
@@ -116,7 +116,7 @@ def test_the_forms_agree_on_streams_with_entries_of_which_a_bit_is_wrong(module,
 
 def agree(form, run: bytes, rows: int, order: list[int]) -> bool:
     """Whether a run is sound, of which a form says what the naive one does."""
-    (one, sound), (other, also) = (decoded(each, [run], [rows], order) for each in (form, reference))
+    (one, sound), (other, also) = (decoded(decoder, [run], [rows], order) for decoder in (form, reference))
     assert sound == also
     if sound[0]:
         assert torch.equal(one, other)

@@ -49,12 +49,12 @@ def units(lengths, size, width, *, dtype=torch.float32, span=True, by_column=Fal
 
 
 def choice_of(parts, budget, **fields):
-    rooms = tuple(Chosen.room(_lengths(each), budget, CPU) for each in parts)
+    rooms = tuple(Chosen.room(_lengths(part), budget, CPU) for part in parts)
     return Choice(tuple(parts), rooms, budget, **{"linear": 0.3, "relu": 1.0, **fields})
 
 
-def _lengths(each):
-    return [int(head.sum()) for head in torch.split(each.sizes, list(each.counts))]
+def _lengths(units):
+    return [int(head.sum()) for head in torch.split(units.sizes, list(units.counts))]
 
 
 def rows(choice):
@@ -99,7 +99,7 @@ def test_every_form_chooses_as_the_naive_one(
     if two:  # another prefix, with units of another kind
         parts.append(units([40] * len(lengths), 4, width, seed=seed + 7, span=not span, by_column=not by_column))
     choice = choice_of(
-        parts, max(budget, sum(max(each.forced_rows) for each in parts)), group=joined, cut=cut, force=force
+        parts, max(budget, sum(max(part.forced_rows) for part in parts)), group=joined, cut=cut, force=force
     )
     queries = random(group * len(lengths), width, seed=seed + 3)
     expected = chosen_by(reference.choose, queries, choice)
@@ -180,15 +180,15 @@ def test_a_score_that_is_no_number_ranks_first(form, bad):
     part = units([80], 8, 16, span=False, forced=False)
     part.low[6] = bad
     choice = choice_of([part], 16)
-    (found,), best = chosen_by(form, random(1, 16).abs(), choice), set(range(48, 56))
-    assert best <= set(found[0])
+    (rows_of_heads,), best = chosen_by(form, random(1, 16).abs(), choice), set(range(48, 56))
+    assert best <= set(rows_of_heads[0])
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_a_larger_budget_chooses_a_superset(form):
     part, queries = units([200, 130], 8, 32), random(8, 32)
-    found = [chosen_by(form, queries, choice_of([part], budget))[0] for budget in range(16, 200, 8)]
-    for smaller, larger in pairwise(found):
+    choices = [chosen_by(form, queries, choice_of([part], budget))[0] for budget in range(16, 200, 8)]
+    for smaller, larger in pairwise(choices):
         assert all(set(a) <= set(b) for a, b in zip(smaller, larger, strict=True))
 
 
@@ -236,8 +236,8 @@ def test_selected_attention_is_that_over_the_chosen_rows(form, dtype, bits, size
         return by.prefix_attention(queries, seen, suffixes, layout, LogitRules(0.17)), rows(alone), rows(both)
 
     expected, *chosen = attended(reference_attention)
-    out, *found = attended(form)
-    assert found == chosen
+    out, *rows_read = attended(form)
+    assert rows_read == chosen
     assert error(out, expected) < TOLERANCE[dtype]
 
 
@@ -250,5 +250,5 @@ def test_rows_that_are_given_need_no_choice(form):
     selected = SelectedPrefix(base, Chosen(table, torch.tensor([5, 0], dtype=torch.int32)))
     suffixes = [(random(2, 2, 6, 16, seed=1), random(2, 2, 6, 16, seed=2))]
     layout = BatchLayout((2,), (SuffixRows((6, 6), (0, 1)),), CPU)
-    given = (queries, [[selected]], suffixes, layout, LogitRules(0.25))
-    assert error(form.prefix_attention(*given), reference_attention.prefix_attention(*given)) < 2e-6
+    arguments = (queries, [[selected]], suffixes, layout, LogitRules(0.25))
+    assert error(form.prefix_attention(*arguments), reference_attention.prefix_attention(*arguments)) < 2e-6

@@ -37,7 +37,7 @@ def test_chooses_as_the_naive_form(lengths, size, width, budget, dtype, span, by
         parts = [replace(parts[0], parents=units(lengths, 2 * size, width, dtype=dtype, seed=20), children=2)]
     if more == "another":  # another prefix, with units of another kind
         parts.append(units([40] * len(lengths), 4, width, seed=7, span=not span, by_column=not by_column))
-    most = max(budget, sum(max(each.forced_rows) for each in parts))
+    most = max(budget, sum(max(part.forced_rows) for part in parts))
     choice = choice_of(parts, most, group=joined, cut=cut, force=force)
     queries = random(3 * len(lengths), width, seed=3)
     assert chosen_by(choose, queries, choice) == chosen_by(reference.choose, queries, choice)
@@ -61,8 +61,8 @@ def test_equal_units_are_taken_in_order():
 def test_a_score_that_is_no_number_ranks_first(bad):
     part = units([80], 8, 16, span=False, forced=False)
     part.low[6] = bad
-    (found,), best = chosen_by(choose, random(1, 16).abs(), choice_of([part], 16)), set(range(48, 56))
-    assert best <= set(found[0])
+    (rows_of_heads,), best = chosen_by(choose, random(1, 16).abs(), choice_of([part], 16)), set(range(48, 56))
+    assert best <= set(rows_of_heads[0])
 
 
 @pytest.mark.usefixtures("forced_triton")

@@ -178,21 +178,21 @@ def test_every_eighth_row_is_an_eighth_of_the_work():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("given", [False, True])
-def test_what_is_not_a_number_stays_none(dtype, given):
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_what_is_not_a_number_stays_none(dtype, with_lse):
     """A row whose logits are no numbers has no weights: none of its keys may look as if it had them."""
     q, k = random(2, 70, 16, dtype=dtype), random(1, 70, 16, dtype=dtype, seed=1)
-    lse = log_sum_exps(q, k, 0.5) if given else None
+    lse = log_sum_exps(q, k, 0.5) if with_lse else None
     q[0, 60, 3] = torch.nan
     total, _ = column_sums(q, k, 0.5, lse=lse)
     assert total[0, :61].isnan().all()
     assert total[1].isfinite().all()
 
 
-@pytest.mark.parametrize("given", [False, True])
-def test_what_leaves_fp32_is_seen(given):
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_what_leaves_fp32_is_seen(with_lse):
     q, k = random(2, 70, 16), random(1, 70, 16, seed=1)
-    lse = log_sum_exps(q, k, 0.5) if given else None
+    lse = log_sum_exps(q, k, 0.5) if with_lse else None
     q[0, 60] = k[0, 7] = 1e30
     total, _ = column_sums(q, k, 0.5, lse=lse)
     assert not total[0, 7].isfinite()

@@ -99,9 +99,9 @@ def test_the_whole_job_is_the_same_under_every_form():
     assert len(expected) == 6
     if compiled:
         others += _run("native", KVSHELF_CPU_LEVEL="avx2")
-    for found in others:
+    for results in others:
         for policy, result in expected.items():
-            assert found[policy] == result, policy
+            assert results[policy] == result, policy
 
 
 def _run(*forms, **settings):

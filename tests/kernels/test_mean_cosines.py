@@ -26,23 +26,23 @@ def largest_error(ours, expected):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("heads", "rows", "dim"), SHAPES)
 def test_equals_the_reference_in_every_layout(dtype, heads, rows, dim):
-    found = layouts(heads, rows, dim, dtype)
-    expected = reference.mean_cosines(found["head-major"])
-    for layout, states in found.items():
+    states_of = layouts(heads, rows, dim, dtype)
+    expected = reference.mean_cosines(states_of["head-major"])
+    for layout, states in states_of.items():
         before = states.clone()
         assert largest_error(mean_cosines(states), expected) < 2e-6, layout
         assert torch.equal(states, before)
 
 
 def test_the_number_of_threads_changes_no_bit():
-    states, before, found = random(3, 1100, 64), torch.get_num_threads(), []
+    states, before, cosines = random(3, 1100, 64), torch.get_num_threads(), []
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            found.append(mean_cosines(states))
+            cosines.append(mean_cosines(states))
     finally:
         torch.set_num_threads(before)
-    assert all(torch.equal(found[0], other) for other in found[1:])
+    assert all(torch.equal(cosines[0], other) for other in cosines[1:])
 
 
 def test_lengths_do_not_count():

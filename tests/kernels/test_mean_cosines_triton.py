@@ -21,9 +21,9 @@ SHAPES = [(1, 1, 1), (2, 300, 24), (1, 2, 1100), (1, 700, 8), (1, 600, 3)]
 @pytest.mark.usefixtures("forced_triton")
 @in_turn({"heads, rows, dim": SHAPES, "dtype": DTYPES})
 def test_equals_the_reference_in_every_layout(dtype, heads, rows, dim):
-    found = layouts(heads, rows, dim, dtype)
-    expected = reference.mean_cosines(found["head-major"])
-    for layout, states in found.items():
+    states_of = layouts(heads, rows, dim, dtype)
+    expected = reference.mean_cosines(states_of["head-major"])
+    for layout, states in states_of.items():
         cosines = mean_cosines(states)
         assert (cosines.dtype, cosines.shape) == (torch.float32, (heads, rows))
         assert float((cosines - expected).abs().max()) < 2e-6, layout
@@ -37,9 +37,9 @@ def test_a_row_of_zeros_is_like_nothing_and_a_bad_number_spoils_its_head(bad):
     expected = reference.mean_cosines(states)
     assert mean_cosines(states)[:, 2].tolist() == [0, 0]
     states[1, 4, 3] = bad
-    found = mean_cosines(states)
-    assert float((found[0] - expected[0]).abs().max()) < 2e-6
-    assert found[1].isnan().all()
+    cosines = mean_cosines(states)
+    assert float((cosines[0] - expected[0]).abs().max()) < 2e-6
+    assert cosines[1].isnan().all()
 
 
 @pytest.mark.slow

@@ -120,9 +120,9 @@ def run(package, *words, code=0, **settings):
 
 def chosen(package, **settings):
     """What a CPU gets: the form that is told of, the form of each operation, and what forcing the compiled one says."""
-    file, told, modules, forced = json.loads(run(package, "-c", CHOSEN, **settings).stdout)
+    file, cpu_form, modules, forced = json.loads(run(package, "-c", CHOSEN, **settings).stdout)
     assert Path(file).is_relative_to(package)
-    return told, dict(zip(OPERATIONS, [name.rpartition(".")[2] for name in modules], strict=True)), forced
+    return cpu_form, dict(zip(OPERATIONS, [name.rpartition(".")[2] for name in modules], strict=True)), forced
 
 
 def libraries(package):
@@ -132,9 +132,9 @@ def libraries(package):
 @needs_library
 def test_a_cpu_gets_what_was_compiled(package, monkeypatch):
     monkeypatch.delenv(LEVEL, raising=False)
-    told, forms, forced = chosen(package)
+    cpu_form, forms, forced = chosen(package)
     assert forced.endswith("prefix_attention.native")
-    assert told == f"native ({architecture()})"
+    assert cpu_form == f"native ({architecture()})"
     has = {operation for operation in OPERATIONS if (package / KERNELS / operation / "native.py").exists()}
     assert {operation for operation, form in forms.items() if form == "native"} == has
     assert "prefix_attention" in has
@@ -146,12 +146,12 @@ def test_without_a_library_everything_is_torchs_own(package):
     """And doctor names the way to the faster form."""
     for path in libraries(package):
         path.unlink()
-    told, forms, said = chosen(package)
-    assert (told, forms) == ("eager", dict.fromkeys(OPERATIONS, "eager"))
+    cpu_form, forms, said = chosen(package)
+    assert (cpu_form, forms) == ("eager", dict.fromkeys(OPERATIONS, "eager"))
     assert "compiled kernels were forced on a cpu tensor" in said
     assert "python -m kvshelf.kernels.compiling" in said
-    found = finding(run(package, "-m", "kvshelf", *DOCTOR, code=1).stdout)
-    assert ("python -m kvshelf.kernels.compiling" in found) == (architecture() is not None)
+    text = finding(run(package, "-m", "kvshelf", *DOCTOR, code=1).stdout)
+    assert ("python -m kvshelf.kernels.compiling" in text) == (architecture() is not None)
 
 
 DOCTOR = ["doctor", "--json", "--model", "./no-model"]
@@ -240,10 +240,10 @@ def test_a_level_of_another_name_is_refused(forced):
 def test_where_a_level_cannot_run_torchs_own_operations_do(package):
     """And doctor names the level."""
     lower = {"ATEN_CPU_CAPABILITY": "avx2", LEVEL: "avx512"}
-    told, forms, _ = chosen(package, **lower)
-    assert (told, forms) == ("eager", dict.fromkeys(OPERATIONS, "eager"))
-    found = finding(run(package, "-m", "kvshelf", *DOCTOR, code=1, **lower).stdout)
-    assert "KVSHELF_CPU_LEVEL is avx512, which cannot run where torch finds avx2" in found
+    cpu_form, forms, _ = chosen(package, **lower)
+    assert (cpu_form, forms) == ("eager", dict.fromkeys(OPERATIONS, "eager"))
+    text = finding(run(package, "-m", "kvshelf", *DOCTOR, code=1, **lower).stdout)
+    assert "KVSHELF_CPU_LEVEL is avx512, which cannot run where torch finds avx2" in text
 
 
 TIMED = """

@@ -72,19 +72,19 @@ def zero_filled(prefix, dim):
 
 
 class Rows:
-    """A `Block` over tensors that remembers what was asked of it, and poisons what it gave out before."""
+    """A `Block` over tensors that remembers its requests, and poisons the copies that it gave out before."""
 
     def __init__(self, prefix):
         self.heads = prefix.heads
-        self.asked = []
-        self.given = []
+        self.requests = []
+        self.copies = []
 
     def __call__(self, head, start, stop):
-        for tensor in self.given:
+        for tensor in self.copies:
             tensor.fill_(torch.nan)
-        self.asked.append((head, start, stop))
-        self.given = [states[start:stop].clone() for states in self.heads[head]]
-        return tuple(self.given)
+        self.requests.append((head, start, stop))
+        self.copies = [states[start:stop].clone() for states in self.heads[head]]
+        return tuple(self.copies)
 
 
 def streamed(lengths, dim, value_dim, dtype=torch.float32, seed=0):
@@ -174,9 +174,9 @@ def test_streamed_prefix_is_made_in_blocks(dtype, num_rows, dim, value_dim):
     layout = one_document(3)
     suffixes = states(layout, 2, dim, value_dim, dtype)
     ours = prefix_attention(q, [(part,)], suffixes, layout, LogitRules(0.3))
-    asked = [(start, stop) for head, start, stop in part.block.asked if head == 0]
-    assert max(stop - start for start, stop in asked) <= 1024
-    assert [row for start, stop in asked for row in range(start, stop)] == list(range(num_rows))
+    blocks = [(start, stop) for head, start, stop in part.block.requests if head == 0]
+    assert max(stop - start for start, stop in blocks) <= 1024
+    assert [row for start, stop in blocks for row in range(start, stop)] == list(range(num_rows))
     expected = reference.prefix_attention(q, [(part,)], suffixes, layout, LogitRules(0.3))
     assert error(ours, expected) < TOLERANCE[dtype]
 
@@ -301,20 +301,20 @@ def test_c_reads_nothing_behind_pruned_keys(dtype, bits, guarded):
     )
     q, layout = random(2, 4, 64, dtype=dtype, seed=1), one_document(2)
     suffixes = states(layout, 2, 64, 64, dtype)
-    given = [(replace(document, keys=at_end),)], suffixes, layout, LogitRules(0.1)
-    assert error(prefix_attention(q, *given), reference.prefix_attention(q, *given)) < TOLERANCE[dtype]
+    arguments = [(replace(document, keys=at_end),)], suffixes, layout, LogitRules(0.1)
+    assert error(prefix_attention(q, *arguments), reference.prefix_attention(q, *arguments)) < TOLERANCE[dtype]
 
 
 @pytest.fixture
 def guarded():
     """Copies a tensor to the end of a page behind which no memory can be read."""
-    libc, held = ctypes.CDLL(None, use_errno=True), []
+    libc, maps = ctypes.CDLL(None, use_errno=True), []
 
     def copied(tensor):
         page, size = mmap.PAGESIZE, tensor.nbytes
         whole = -(-size // page) * page
         memory = mmap.mmap(-1, whole + page)
-        held.append(memory)
+        maps.append(memory)
         base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         assert libc.mprotect(ctypes.c_void_p(base + whole), ctypes.c_size_t(page), 0) == 0
         flat = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=whole - size)
@@ -322,7 +322,7 @@ def guarded():
         return flat.view(tensor.dtype).view(tensor.shape)
 
     yield copied
-    for memory in held:
+    for memory in maps:
         base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         assert libc.mprotect(ctypes.c_void_p(base), ctypes.c_size_t(len(memory)), 3) == 0
 
@@ -483,15 +483,15 @@ def rules_of(*, softcap=0.0, sinks=None, window=None, chunk=None):
     return LogitRules(0.3, softcap, None if sinks is None else torch.tensor(sinks), window, chunk)
 
 
-@pairwise({"given": [*RULES.values()], "dtype": [*TOLERANCE], "kept": [3, 10, 700]})
-def test_softcaps_sinks_windows_and_chunks(dtype, given, kept):
+@pairwise({"fields": [*RULES.values()], "dtype": [*TOLERANCE], "kept": [3, 10, 700]})
+def test_softcaps_sinks_windows_and_chunks(dtype, fields, kept):
     """Three documents, one with two rows; tokens that see all of a prefix, its end, and nothing of it any more."""
     rows = SuffixRows((3, 1, 25), (0, -1, 1)), SuffixRows((9,), (2,)), SuffixRows((40,), (3,), 40)
     layout = BatchLayout((2, 1, 40), rows, CPU, starts=(1003, 1010, 1000))
     prefixes = [(packed([kept] * 2, 16, 16, dtype, seed=i),) for i in range(3)]
     queries = random(43, 4, 16, dtype=dtype, seed=1) * 2
     suffixes = states(layout, 2, 16, 16, dtype)
-    rules = rules_of(**given)
+    rules = rules_of(**fields)
     ours = prefix_attention(queries, prefixes, suffixes, layout, rules)
     expected = reference.prefix_attention(queries, prefixes, suffixes, layout, rules)
     assert error(ours, expected) < TOLERANCE[dtype]
@@ -535,7 +535,7 @@ def test_what_hides_tokens_stays_small():
         (SuffixRows((9,), (0,), 2), (1, 4, 12)),  # of query heads
         (SuffixRows((9,), (0,), 2), (1, 2, 9)),  # without the spare room
         (SuffixRows((9, 7), (0, 1)), (2, 2, 12)),  # other lengths
-        (SuffixRows((9, 9), (0, 1), asked=(True, False)), (2, 2, 12)),  # weights are wanted
+        (SuffixRows((9, 9), (0, 1), observed=(True, False)), (2, 2, 12)),  # weights are wanted
     ],
 )
 def test_hidden_tokens_that_no_form_can_hide_are_refused(rows, shape):
@@ -545,9 +545,9 @@ def test_hidden_tokens_that_no_form_can_hide_are_refused(rows, shape):
         prefix_attention(random(2, 4, 16), [()], states(layout, 2, 16, 16), layout, LogitRules(0.3))
 
 
-@pytest.mark.parametrize("given", [{"softcap": 0.7}, {"sinks": RULES["all"]["sinks"]}], ids=["softcap", "sinks"])
+@pytest.mark.parametrize("fields", [{"softcap": 0.7}, {"sinks": RULES["all"]["sinks"]}], ids=["softcap", "sinks"])
 @pytest.mark.parametrize("kind", ["ragged", "int4", "merged", "streamed"])
-def test_softcaps_and_sinks_of_every_kind_of_prefix(given, kind):
+def test_softcaps_and_sinks_of_every_kind_of_prefix(fields, kind):
     part = {
         "ragged": lambda: packed([40, 7], 16, 16),
         "int4": lambda: packed([1100, 7], 16, 16, bits=4),
@@ -555,7 +555,7 @@ def test_softcaps_and_sinks_of_every_kind_of_prefix(given, kind):
         "streamed": lambda: streamed([1100, 3], 16, 16),
     }[kind]()
     layout = one_document(5, rows=2)
-    rules = rules_of(**given)
+    rules = rules_of(**fields)
     queries, suffixes = random(10, 4, 16, seed=1), states(layout, 2, 16, 16)
     ours = prefix_attention(queries, [(part,)], suffixes, layout, rules)
     if kind == "streamed":
@@ -577,12 +577,12 @@ def test_documents_of_whole_chunks_leave_no_entries(dtype):
     assert error(ours, expected) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("given", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("fields", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("tokens", [1, 30, 600])
-def test_causal_attention_by_rules(given, tokens):
+def test_causal_attention_by_rules(fields, tokens):
     """A document: its softmax has the log-sum-exps that policies read."""
     layout = replace(one_document(tokens), starts=(0,))
-    rules = rules_of(**given)
+    rules = rules_of(**fields)
     queries = random(1, 4, tokens, 16, seed=1) * 2
     (states_of,) = states(layout, 2, 16, 16, spare=0)
     out, lse = causal_attention(queries, *states_of, rules)
@@ -605,10 +605,10 @@ def test_causal_attention_by_rules(given, tokens):
     {
         "rows_at_once": [1, 21, 2048],
         "dtype": [*TOLERANCE],
-        "given": [{}, {"softcap": 0.7, "sinks": RULES["all"]["sinks"]}],
+        "fields": [{}, {"softcap": 0.7, "sinks": RULES["all"]["sinks"]}],
     }
 )
-def test_masses_of_documents_are_those_of_one_softmax(given, rows_at_once, dtype, monkeypatch):
+def test_masses_of_documents_are_those_of_one_softmax(fields, rows_at_once, dtype, monkeypatch):
     """Documents of every kind of prefix, one of two prefixes and one without entries, a few at a time or all."""
     monkeypatch.setattr(eager, "_ROWS_OF_DOCUMENTS", rows_at_once)
     documents = [
@@ -620,12 +620,12 @@ def test_masses_of_documents_are_those_of_one_softmax(given, rows_at_once, dtype
     ]
     layout = one_document(7, length=10)
     queries, suffixes = random(7, 4, 16, dtype=dtype, seed=1) * 2, states(layout, 2, 16, 16, dtype)
-    out, masses = attention_by_document(queries, documents, suffixes, layout, rules_of(**given))
+    out, masses = attention_by_document(queries, documents, suffixes, layout, rules_of(**fields))
     whole = [tuple(prefix for document in documents for prefix in document)]
-    expected = reference.prefix_attention(queries, whole, suffixes, layout, rules_of(**given))
+    expected = reference.prefix_attention(queries, whole, suffixes, layout, rules_of(**fields))
     assert out.dtype == dtype
     assert error(out, expected) < TOLERANCE[dtype]
-    assert error(masses, masses_of(queries, documents, suffixes[0][0], rules_of(**given))) < TOLERANCE[dtype]
+    assert error(masses, masses_of(queries, documents, suffixes[0][0], rules_of(**fields))) < TOLERANCE[dtype]
     assert masses[2].max() == 0
 
 
@@ -647,13 +647,13 @@ def masses_of(queries, documents, suffix, rules):
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("kind", [packed, merged, streamed])
 @pytest.mark.parametrize(
-    "given", [{}, {"softcap": 0.7}, {"sinks": RULES["all"]["sinks"]}], ids=["none", "cap", "sinks"]
+    "fields", [{}, {"softcap": 0.7}, {"sinks": RULES["all"]["sinks"]}], ids=["none", "cap", "sinks"]
 )
-def test_weights_of_suffix_tokens_are_those_of_one_softmax(given, kind, dtype):
+def test_weights_of_suffix_tokens_are_those_of_one_softmax(fields, kind, dtype):
     """Of the rows that ask, and the output is what it is without."""
     made = kind([9, 70], [30, 90], 32, 32, dtype) if kind is merged else kind([9, 70], 32, 32, dtype)
-    rules = rules_of(**given)
-    rows = SuffixRows((40, 7, 5), (1, 0, 2), 1, asked=(True, True, False)), SuffixRows((50,), (3,), 4)
+    rules = rules_of(**fields)
+    rows = SuffixRows((40, 7, 5), (1, 0, 2), 1, observed=(True, True, False)), SuffixRows((50,), (3,), 4)
     layout = BatchLayout((7,), rows, CPU)
     suffixes, queries = states(layout, 2, 32, 32, dtype), random(7, 4, 32, dtype=dtype)
     weights = torch.full((3, 4, 43), torch.nan)
@@ -679,12 +679,12 @@ def test_weights_of_a_prefix_are_those_of_one_softmax(form, dtype):
     rules = rules_of(**{"cap": {"softcap": 0.7}, "sinks": {"sinks": RULES["all"]["sinks"]}}.get(form, {}))
     shared = (streamed if form == "streamed" else packed)([40, 12], 32, 32, dtype, seed=7)
     own = replace(packed([33, 33], 32, 32, dtype), weights=PrefixWeights())
-    layout = BatchLayout((1, 1), (SuffixRows((40, 7), (1, 0), asked=(False, True)),), CPU)
+    layout = BatchLayout((1, 1), (SuffixRows((40, 7), (1, 0), observed=(False, True)),), CPU)
     suffixes, queries = states(layout, 2, 32, 32, dtype), random(2, 4, 32, dtype=dtype)
-    given = queries, [[shared, own], [shared]], suffixes, layout, rules
-    out = prefix_attention(*given)
+    arguments = queries, [[shared, own], [shared]], suffixes, layout, rules
+    out = prefix_attention(*arguments)
     assert own.weights.of_token is None
-    assert torch.equal(prefix_attention(*given, [torch.full((2, 4, 43), torch.nan)]), out)
+    assert torch.equal(prefix_attention(*arguments, [torch.full((2, 4, 43), torch.nan)]), out)
     for head in range(4):
         rows = own.heads[head // 2][0].double(), reference.token_states(shared, head // 2)[0]
         keys = torch.cat([*rows, suffixes[0][0][1, head // 2, :7].double()])

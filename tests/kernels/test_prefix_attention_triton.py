@@ -25,8 +25,7 @@ from kvshelf.kernels.prefix_attention import (
     work,
 )
 from kvshelf.kernels.prefix_attention import triton as fused
-from kvshelf.kernels.prefix_attention.heads import PrefixKind, RowKind
-from kvshelf.kernels.prefix_attention.slots import fold
+from kvshelf.kernels.prefix_attention.heads import PrefixKind, RowKind, fold
 from kvshelf.kernels.quantize.rows import QuantizedRows
 from tests.amounts import SOAK, amount, in_turn
 from tests.kernels.compiling import Variant, require_fits
@@ -128,8 +127,9 @@ def test_heads_as_wide_as_latents_are_left_to_torch(monkeypatch):
         layout, prefix = one_document(1, rows=2), PackedPrefix(joined, joined[:, :rank], (70,))
         if dim > 256:
             monkeypatch.setattr(fused, "work_of", lambda *_: pytest.fail("no tile of a kernel fits"))
-        given = random(2, 6, dim, seed=1), [[prefix]], [(suffix, suffix[..., :rank])], layout, LogitRules(0.1)
-        assert error(fused.prefix_attention(*given), reference.prefix_attention(*given)) < TOLERANCE[torch.float32]
+        arguments = random(2, 6, dim, seed=1), [[prefix]], [(suffix, suffix[..., :rank])], layout, LogitRules(0.1)
+        ours = fused.prefix_attention(*arguments)
+        assert error(ours, reference.prefix_attention(*arguments)) < TOLERANCE[torch.float32]
 
 
 def test_keys_by_channels_and_values_by_tokens():
@@ -153,8 +153,8 @@ def test_rows_that_begin_anywhere():
     check(queries, [document], one_document(1), 2, 16)
     assert not kind_of(document[0]).keys.aligned
     wide, stride = random(70, 64), random(70, 17)
-    found = kind_of(PackedPrefix(wide[:, 4:20], stride[:, :16], (70,)))
-    assert (found.keys.aligned, found.values.aligned) == (True, False)
+    kind = kind_of(PackedPrefix(wide[:, 4:20], stride[:, :16], (70,)))
+    assert (kind.keys.aligned, kind.values.aligned) == (True, False)
 
 
 def test_alignment_is_that_of_every_row():
@@ -203,7 +203,7 @@ def test_no_prefix_at_all():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("parts", [[], [9, 70]], ids=["no prefix", "a prefix"])
 def test_weights_of_suffix_tokens_are_made_from_its_log_sum_exps(dtype, parts):
-    rows = SuffixRows((40, 7, 5), (1, 0, 2), 1, asked=(True, True, False)), SuffixRows((50,), (3,), 4)
+    rows = SuffixRows((40, 7, 5), (1, 0, 2), 1, observed=(True, True, False)), SuffixRows((50,), (3,), 4)
     layout = BatchLayout((7,), rows, CPU)
     suffixes, queries = states(layout, 2, 32, 32, dtype), random(7, 4, 32, dtype=dtype)
     prefixes = [[packed(parts, 32, 32, dtype)] if parts else []]
@@ -256,7 +256,7 @@ def test_neighbours_change_nothing():
 def test_dispatch(monkeypatch):
     called = []
     real = fused.work_of
-    monkeypatch.setattr(fused, "work_of", lambda *given: called.append(given) or real(*given))
+    monkeypatch.setattr(fused, "work_of", lambda *args: called.append(args) or real(*args))
     document, layout = (packed([30], 16, 16),), one_document(1)
     suffixes = states(layout, 1, 16, 16)
     ours = prefix_attention(random(1, 2, 16), [document], suffixes, layout, LogitRules(0.3))
@@ -269,7 +269,7 @@ def test_dispatch(monkeypatch):
 def test_a_work_table_is_made_once_for_a_composition_and_goes_with_its_documents(monkeypatch):
     uploads = []
     real = work.upload
-    monkeypatch.setattr(work, "upload", lambda *given: uploads.append(given) or real(*given))
+    monkeypatch.setattr(work, "upload", lambda *args: uploads.append(args) or real(*args))
     first, second = packed([30, 9], 16, 16), packed([8, 1], 16, 16)
     layouts = [BatchLayout((1, 1), (SuffixRows((n, n), (0, 1)),), CPU) for n in (3, 4)]
     before = work.work_of([(first,), (second,)], layouts[0], SETTING)
@@ -343,8 +343,8 @@ def test_folded_slots_are_the_slots(sizes, seed):
         assert own.stop - own.start <= folded.most[head]
         rows = folded.scales[:, own].T
         assert rows.isnan().all(dim=1).sum() == 0
-        found = [(int(c), float(s)) for c, row in zip(folded.classes[own], rows, strict=True) for s in row if s == s]
-        assert sorted(found) == sorted(zip(of_class.tolist(), scales.tolist(), strict=True))
+        slots = [(int(c), float(s)) for c, row in zip(folded.classes[own], rows, strict=True) for s in row if s == s]
+        assert sorted(slots) == sorted(zip(of_class.tolist(), scales.tolist(), strict=True))
 
 
 def row_kind(dim, bits=0, group=0, by_tokens=False):

@@ -9,8 +9,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvshelf.kernels.quantize import dequantize, quantize
-from kvshelf.kernels.quantize.coded import Coded
+from kvshelf.kernels.quantize import Coded, dequantize, quantize
 from tests.amounts import amount, pairwise
 from tests.kernels.references import quantize as reference
 from tests.kernels.tensors import random

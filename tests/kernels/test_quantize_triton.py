@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvshelf.kernels.quantize import dequantize, eager, quantize
-from kvshelf.kernels.quantize.coded import Coded
+from kvshelf.kernels.quantize import Coded, dequantize, eager, quantize
 from tests.amounts import pairwise
 from tests.kernels.compiling import Variant, require_fits
 from tests.kernels.tensors import random

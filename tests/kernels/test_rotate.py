@@ -38,10 +38,10 @@ def tables(rows, dim):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("heads", "rows", "dim"), SHAPES)
 def test_equals_the_reference_in_every_layout(dtype, heads, rows, dim):
-    found, (cos, sin) = layouts(heads, rows, dim, dtype), tables(rows, dim)
+    states_of, (cos, sin) = layouts(heads, rows, dim, dtype), tables(rows, dim)
     for kind, partners in planes(dim).items():
-        expected = reference.rotate(found["head-major"], cos, sin, partners)
-        for layout, states in found.items():
+        expected = reference.rotate(states_of["head-major"], cos, sin, partners)
+        for layout, states in states_of.items():
             before = states.clone()
             ours = rotate(states, cos, sin, partners)
             assert (ours.dtype, ours.shape) == (torch.float32, states.shape)
@@ -94,6 +94,6 @@ def test_a_partner_outside_the_head_is_refused(partner):
     ],
 )
 def test_refuses_what_does_not_fit(change, shown):
-    given = {"states": random(2, 24, 4), "cos": random(24, 4), "sin": random(24, 4), "partners": torch.arange(4)}
+    arguments = {"states": random(2, 24, 4), "cos": random(24, 4), "sin": random(24, 4), "partners": torch.arange(4)}
     with pytest.raises(InvalidTensor, match=f"rotate: .*{shown}"):
-        rotate(**given | change)
+        rotate(**arguments | change)

@@ -18,9 +18,9 @@ SHAPES = [(1, 1, 2), (2, 200, 24), (1, 7, 320)]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("heads", "rows", "dim"), SHAPES)
 def test_equals_the_reference_in_every_layout_of_states_and_planes(dtype, heads, rows, dim):
-    found, (cos, sin) = layouts(heads, rows, dim, dtype), tables(rows, dim)
-    for (kind, partners), (layout, states) in zip(planes(dim).items(), found.items(), strict=True):
-        expected = reference.rotate(found["head-major"], cos, sin, partners)
+    states_of, (cos, sin) = layouts(heads, rows, dim, dtype), tables(rows, dim)
+    for (kind, partners), (layout, states) in zip(planes(dim).items(), states_of.items(), strict=True):
+        expected = reference.rotate(states_of["head-major"], cos, sin, partners)
         ours = rotate(states, cos, sin, partners)
         assert (ours.dtype, ours.shape) == (torch.float32, states.shape)
         assert float((ours - expected).abs().max()) < 2e-6 * float(expected.abs().max()), (kind, layout)
@@ -37,8 +37,8 @@ def test_tables_may_be_views():
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_the_kernel_compiles_and_fits(compile_all, dim):
     strides = ("head_stride", "stride", "cos_row", "cos_stride", "sin_row", "sin_stride", "partner_stride")
-    given = {"cos": "*fp32", "sin": "*fp32", "partners": "*i64", "out": "*fp32"}
-    given |= dict.fromkeys(("num_rows", *strides), "i32")
+    types = {"cos": "*fp32", "sin": "*fp32", "partners": "*i64", "out": "*fp32"}
+    types |= dict.fromkeys(("num_rows", *strides), "i32")
     tile = {"ROWS": 4096 // dim, "DIM": dim, "BLOCK_DIM": dim}
-    variants = [Variant("_rotate", {"states": f"*{dtype}", **given}, tile, 8) for dtype in ("bf16", "fp32")]
+    variants = [Variant("_rotate", {"states": f"*{dtype}", **types}, tile, 8) for dtype in ("bf16", "fp32")]
     require_fits(compile_all("kvshelf.kernels.rotate.triton", variants))

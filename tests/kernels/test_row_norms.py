@@ -42,9 +42,9 @@ def largest_error(ours, expected):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("heads", "rows", "dim"), SHAPES)
 def test_equals_the_reference_in_every_layout(dtype, heads, rows, dim):
-    found = layouts(heads, rows, dim, dtype)
-    expected = reference.row_norms(found["head-major"])
-    for layout, states in found.items():
+    states_of = layouts(heads, rows, dim, dtype)
+    expected = reference.row_norms(states_of["head-major"])
+    for layout, states in states_of.items():
         before = states.clone()
         assert largest_error(row_norms(states), expected) < 1e-6, layout
         assert torch.equal(states, before)

@@ -19,9 +19,9 @@ SHAPES = [(1, 1, 1), (2, 300, 24), (1, 2, 1100)]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("heads", "rows", "dim"), SHAPES)
 def test_equals_the_reference_in_every_layout(dtype, heads, rows, dim):
-    found = layouts(heads, rows, dim, dtype)
-    expected = reference.row_norms(found["head-major"])
-    for layout, states in found.items():
+    states_of = layouts(heads, rows, dim, dtype)
+    expected = reference.row_norms(states_of["head-major"])
+    for layout, states in states_of.items():
         norms = row_norms(states)
         assert (norms.dtype, norms.shape) == (torch.float32, (heads, rows))
         assert float((norms / expected - 1).abs().max()) < 1e-6, layout

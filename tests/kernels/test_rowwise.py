@@ -13,17 +13,9 @@ from kvshelf.errors import InvalidTensor
 from kvshelf.kernels.compiling import levels
 from kvshelf.kernels.native import LEVEL, library
 from kvshelf.kernels.prefix_attention import LogitRules, causal_attention, eager
-from kvshelf.kernels.rowwise import (
-    Buffer,
-    Instruction,
-    Place,
-    RowProgram,
-    available,
-    linear,
-    multiplies_bf16,
-    pack_weight,
-    unpack_weight,
-)
+from kvshelf.kernels.rowwise import available, linear, multiplies_bf16, pack_weight, unpack_weight
+from kvshelf.kernels.rowwise.instructions import Buffer, Instruction, Place
+from kvshelf.kernels.rowwise.native import RowProgram
 
 pytestmark = [
     pytest.mark.skipif(not available(), reason="no library was compiled for this CPU"),
@@ -53,11 +45,11 @@ def threads(request: pytest.FixtureRequest):
     torch.set_num_threads(before)
 
 
-def run(instructions: list[Instruction], widths: list[int | Tensor], given: dict[int, Tensor], out: int) -> Tensor:
+def run(instructions: list[Instruction], widths: list[int | Tensor], inputs: dict[int, Tensor], out: int) -> Tensor:
     """The values of one buffer after a program over buffers of these widths, or of these constants."""
-    rows = len(next(iter(given.values())))
-    buffers = [Buffer(each.numel(), each) if isinstance(each, Tensor) else Buffer(each) for each in widths]
-    values = given | {out: torch.full((rows, buffers[out].width), torch.nan)}
+    rows = len(next(iter(inputs.values())))
+    buffers = [Buffer(width.numel(), width) if isinstance(width, Tensor) else Buffer(width) for width in widths]
+    values = inputs | {out: torch.full((rows, buffers[out].width), torch.nan)}
     RowProgram(instructions, buffers, list(values)).run(values, rows)
     return values[out]
 
@@ -160,7 +152,7 @@ def test_a_product_has_the_same_bits_at_every_level(rows, dtype, monkeypatch):
         if library() is not None:
             made.append(linear(x, packed, bias, scales))
     library.cache_clear()
-    assert all(torch.equal(each, made[0]) for each in made)
+    assert all(torch.equal(product, made[0]) for product in made)
 
 
 def test_a_product_of_other_numbers_is_refused():

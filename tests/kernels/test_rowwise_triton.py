@@ -12,8 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvshelf.engine.forward.lowering import lower
 from kvshelf.engine.forward.tracing import trace
-from kvshelf.kernels.rowwise import Buffer, Instruction, Place, products_of_one, row_programs
-from kvshelf.kernels.rowwise.fusing import WORDS, Fusion, Product, fused
+from kvshelf.kernels.rowwise import row_programs
+from kvshelf.kernels.rowwise.fusing import WORDS, Fusion, Product, fused, products_of_one
+from kvshelf.kernels.rowwise.instructions import Buffer, Instruction, Place
 from kvshelf.kernels.tiles import warps
 from tests.kernels.compiling import Variant, require_fits
 from tests.kernels.references import rowwise as reference
@@ -64,9 +65,9 @@ class Listed:
     def launches(self, *outside: Place) -> list[Product | Fusion]:
         return list(fused(self.instructions, self.buffers, [place.buffer for place in outside]))
 
-    def require_equal(self, given: dict[Place, Tensor], *out: Place) -> None:
+    def require_equal(self, inputs: dict[Place, Tensor], *out: Place) -> None:
         """What is at `out` is what the reference makes, and nothing that was given has changed."""
-        values = {place.buffer: tensor.clone() for place, tensor in given.items()}
+        values = {place.buffer: tensor.clone() for place, tensor in inputs.items()}
         expected = reference.run(self.instructions, self.buffers, values)
         rows = len(next(iter(values.values())))
         for place in out:
@@ -74,11 +75,11 @@ class Listed:
             values[place.buffer] = torch.full((rows, of.width), torch.nan, dtype=of.dtype)
         row_programs(CPU)(self.instructions, self.buffers, list(values)).run(values, rows)
         for place in out:
-            found, wanted = values[place.buffer], expected[place.buffer]
-            assert found.dtype == self.buffers[place.buffer].dtype
-            near = 1e-5 if found.dtype == torch.float32 else 1e-2
-            torch.testing.assert_close(found.double(), wanted, atol=near * float(wanted.abs().max()), rtol=near)
-        assert all(torch.equal(values[place.buffer], tensor) for place, tensor in given.items())
+            result, wanted = values[place.buffer], expected[place.buffer]
+            assert result.dtype == self.buffers[place.buffer].dtype
+            near = 1e-5 if result.dtype == torch.float32 else 1e-2
+            torch.testing.assert_close(result.double(), wanted, atol=near * float(wanted.abs().max()), rtol=near)
+        assert all(torch.equal(values[place.buffer], tensor) for place, tensor in inputs.items())
 
 
 def random(rows: int, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -89,14 +90,14 @@ def random(rows: int, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16], ids=str)
 def test_every_operation_on_places_of_any_strides(operation, dtype):
     """The first operand with its last dimensions turned, the second one the same for each line."""
-    listed, given = Listed(), random(3, 50, dtype)
+    listed, numbers = Listed(), random(3, 50, dtype)
     x, out = listed.buffer(50, dtype=dtype), listed.buffer(60)
     places = Place(1, 4, (24, 7, 1)), Place(0, 2, (21, 1, 3)), Place(0, 1, (0, 0, 1))
     if operation == "mean":
         places = Place(1, 4, (3, 1, 0)), Place(0, 2, (21, 7, 1)), Place(0, 2, (21, 7, 1))
     listed.instructions.append(Instruction(operation, (2, 3, 7), *places))
     before = torch.full((3, 60), 5.0)
-    values = {0: given.abs() + 0.1 if operation == "rsqrt" else given, 1: before.clone()}
+    values = {0: numbers.abs() + 0.1 if operation == "rsqrt" else numbers, 1: before.clone()}
     row_programs(CPU)(listed.instructions, listed.buffers, [0, 1]).run(values, 3)
     expected = reference.run(listed.instructions, listed.buffers, {0: values[0], 1: before})[out.buffer]
     torch.testing.assert_close(values[1].double(), expected, atol=2e-6, rtol=1e-5)
@@ -125,7 +126,7 @@ def test_a_norm_with_its_residual_is_one_launch_without_memory_of_its_own(dtype,
     new = listed.line("add", width, stream, made)
     out = listed.line("narrow", width, norm(listed, new, width), dtype=dtype)
     (fusion,) = listed.launches(new, out)
-    assert (fusion.scratch, fusion.parts, set(fusion.made)) == (0, 1, {new.buffer, out.buffer})
+    assert (fusion.scratch, fusion.parts, set(fusion.results)) == (0, 1, {new.buffer, out.buffer})
     listed.require_equal({stream: random(rows, width), made: random(rows, width, dtype)}, new, out)
 
 
@@ -168,8 +169,8 @@ def test_what_changes_places_is_read_from_memory_once_all_have_written():
     (fusion,) = listed.launches(out)
     assert fusion.scratch == 32
     assert [fusion.words[i + 6] for i in range(0, len(fusion.words), WORDS)] == [0, 0, 0, 1, 0, 0]
-    given = {x: random(3, 64, BF16), cos: random(3, 16), sin: random(3, 16) * 2}
-    listed.require_equal(given, out)
+    inputs = {x: random(3, 64, BF16), cos: random(3, 16), sin: random(3, 16) * 2}
+    listed.require_equal(inputs, out)
 
 
 @pytest.mark.parametrize("width", [96, 1024, 2500])
@@ -188,8 +189,12 @@ def test_programs_take_parts_of_a_row_where_no_number_needs_another_s(width):
 def test_products_of_the_same_values_are_one_where_their_weights_lie_side_by_side(dtype, biased):
     whole, apart = random(48, 20, dtype), random(16, 20, dtype)
     biases = [random(1, size, dtype)[0] if i in biased else None for i, size in enumerate((32, 8, 8))]
-    weights = [each.T for each in whole.split([32, 8, 8])]
-    for own, launches in ((weights, 1), ([*weights[:2], apart[:8].T], 2), ([each.T.clone().T for each in weights], 3)):
+    weights = [weight.T for weight in whole.split([32, 8, 8])]
+    for own, launches in (
+        (weights, 1),
+        ([*weights[:2], apart[:8].T], 2),
+        ([weight.T.clone().T for weight in weights], 3),
+    ):
         listed = Listed()
         x = listed.buffer(24, dtype=dtype)
         at = replace(x, offset=4)
@@ -239,8 +244,8 @@ def test_the_lists_of_real_models_compile_and_fit(compile_all, family):
             place.buffer
             for other in lowered.segments
             if other is not segment
-            for each in other
-            for place in each.places[1:]
+            for step in other
+            for place in step.places[1:]
         }
         outside = read | {value.buffer for value in attended}
         for fusion in fused(segment, lowered.buffers, outside):
@@ -252,8 +257,8 @@ def test_the_lists_of_real_models_compile_and_fit(compile_all, family):
 
 def variant(fusion: Fusion, buffers: list[Buffer]) -> Variant:
     own = [buffers[buffer] for buffer in fusion.buffers]
-    types = ["*bf16" if each.dtype == BF16 else "*fp32" for each in own]
-    strides = [0 if each.constant is not None else each.width for each in own]
+    types = ["*bf16" if buffer.dtype == BF16 else "*fp32" for buffer in own]
+    strides = [0 if buffer.constant is not None else buffer.width for buffer in own]
     if fusion.scratch:
         types, strides = [*types, "*fp32"], [*strides, fusion.scratch]
     constants = {"STRIDES": tuple(strides), "LIST": fusion.words, "WORDS": WORDS}

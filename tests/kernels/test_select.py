@@ -97,8 +97,8 @@ def test_keep_best_equals_selecting_and_packing_by_the_reference(dtype, heads, t
     drawn = torch.randint(len(values or [0]), (heads, tokens), generator=torch.Generator().manual_seed(2))
     scores = random(heads, tokens, seed=2) if values is None else torch.tensor(values)[drawn]
     protected = random(tokens, seed=1) > 1
-    held = int(protected.sum())
-    counts = [(held + tokens) // 2, held, tokens][:heads]
+    num_protected = int(protected.sum())
+    counts = [(num_protected + tokens) // 2, num_protected, tokens][:heads]
     mask = reference.select(scores, protected, counts)
     keys, values_of = layouts(heads, tokens, dim, dtype), layouts(heads, tokens, value_dim, dtype)
     *expected, positions = reference.pack(keys["head-major"], values_of["head-major"], mask, counts)

@@ -101,14 +101,14 @@ def test_what_is_not_a_number_stays_visible(reduce, row):
 
 def test_threads_share_the_rows():
     queries, keys, own_keys = states(4, 2, 33, 200, 40, 16, torch.float32)
-    found = {}
+    scores = {}
     threads = torch.get_num_threads()
     for count in (1, 3):
         torch.set_num_threads(count)
-        found[count] = [window_scores(queries, keys, 0.3, own_keys=own_keys, reduce=r) for r in ("mean", "max")]
+        scores[count] = [window_scores(queries, keys, 0.3, own_keys=own_keys, reduce=r) for r in ("mean", "max")]
     torch.set_num_threads(threads)
-    assert error(found[3][0], found[1][0]) < 1e-6
-    assert torch.equal(found[3][1], found[1][1])
+    assert error(scores[3][0], scores[1][0]) < 1e-6
+    assert torch.equal(scores[3][1], scores[1][1])
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_threads_share_the_rows():
     ],
 )
 def test_what_does_not_fit_is_refused_with_its_shape(changes, problem):
-    given = {"queries": (4, 5, 8), "keys": (2, 50, 8)} | changes
-    given = {name: random(*value) if isinstance(value, tuple) else value for name, value in given.items()}
+    arguments = {"queries": (4, 5, 8), "keys": (2, 50, 8)} | changes
+    arguments = {name: random(*value) if isinstance(value, tuple) else value for name, value in arguments.items()}
     with pytest.raises(InvalidTensor, match=problem):
-        window_scores(given.pop("queries"), given.pop("keys"), 0.3, **given)
+        window_scores(arguments.pop("queries"), arguments.pop("keys"), 0.3, **arguments)

@@ -53,3 +53,9 @@ def test_an_outline_is_what_would_be_loaded_without_its_weights(dtype: str) -> N
     assert model.dtype == getattr(torch, dtype)
     assert all(weight.is_meta for weight in model.parameters())
     assert outline("kvshelf-tiny", device="cpu", dtype="auto").dtype == torch.float32
+
+
+def test_an_outline_of_an_unknown_dtype_names_the_known_ones() -> None:
+    with pytest.raises(InvalidRequest, match="unknown dtype 'fp8'; one of auto, float32, bfloat16, float16") as refused:
+        outline("kvshelf-tiny", device="cpu", dtype="fp8")
+    assert refused.value.param == "dtype"

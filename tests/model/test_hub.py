@@ -44,11 +44,11 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Answer], li
     servers: list[ThreadingHTTPServer] = []
 
     def start(answer: Answer) -> list[str]:
-        asked: list[str] = []
+        paths: list[str] = []
 
         class Hub(BaseHTTPRequestHandler):
             def do_HEAD(self) -> None:
-                asked.append(self.path)
+                paths.append(self.path)
                 answer(self)
 
             def log_message(self, *_: object) -> None:
@@ -58,7 +58,7 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Answer], li
         servers.append(server)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         pointed_to(server.server_port, monkeypatch)
-        return asked
+        return paths
 
     yield start
     for server in servers:
@@ -91,8 +91,8 @@ def test_a_hub_that_cannot_be_reached_is_named_in_seconds(load: Callable[[], obj
     with pytest.raises(InvalidRequest) as caught:
         load()
     assert time.monotonic() - began < 10
-    for told in (NAME, f"{constants.ENDPOINT} cannot be reached", "check the name", "./NAME", "HF_HUB_OFFLINE=1"):
-        assert told in caught.value.message
+    for words in (NAME, f"{constants.ENDPOINT} cannot be reached", "check the name", "./NAME", "HF_HUB_OFFLINE=1"):
+        assert words in caught.value.message
 
 
 def test_a_hub_that_never_answers_is_waited_for_no_longer_than_the_limit(
@@ -113,7 +113,7 @@ def test_a_hub_that_never_answers_is_waited_for_no_longer_than_the_limit(
 
 
 @pytest.mark.parametrize(
-    ("answer", "told"),
+    ("answer", "words"),
     [
         (status(404, X_Error_Code="RepoNotFound"), ("has no such model", "check the name", "HF_TOKEN", "./NAME")),
         (status(403, X_Error_Code="GatedRepo"), ("it is gated", "HF_TOKEN")),
@@ -121,14 +121,14 @@ def test_a_hub_that_never_answers_is_waited_for_no_longer_than_the_limit(
     ids=["no such name", "gated"],
 )
 def test_what_the_hub_does_not_give_is_refused_with_the_way_out(
-    answering: Callable[[Answer], list[str]], answer: Answer, told: tuple[str, ...]
+    answering: Callable[[Answer], list[str]], answer: Answer, words: tuple[str, ...]
 ) -> None:
-    asked = answering(answer)
+    paths = answering(answer)
     with pytest.raises(InvalidRequest) as caught:
         require_available(NAME)
     assert caught.value.param == "model"
-    assert all(words in caught.value.message for words in (NAME, *told)), caught.value.message
-    assert asked == [f"/{NAME}/resolve/main/config.json"]
+    assert all(words in caught.value.message for words in (NAME, *words)), caught.value.message
+    assert paths == [f"/{NAME}/resolve/main/config.json"]
 
 
 @pytest.mark.parametrize(
@@ -139,9 +139,9 @@ def test_what_the_hub_does_not_give_is_refused_with_the_way_out(
 def test_what_transformers_may_still_load_is_not_refused(
     answering: Callable[[Answer], list[str]], answer: Answer
 ) -> None:
-    asked = answering(answer)
+    paths = answering(answer)
     require_available(NAME)
-    assert len(asked) == 1
+    assert len(paths) == 1
 
 
 def test_a_network_that_comes_up_late_is_waited_for(
@@ -149,13 +149,13 @@ def test_a_network_that_comes_up_late_is_waited_for(
 ) -> None:
     monkeypatch.setattr(hub, "_PAUSES_S", (0.01, 0.01))
     there = status(200, X_Repo_Commit="0123abcd", ETag='"1"')
-    asked = answering(lambda request: there(request) if len(asked) == 3 else request.connection.close())
+    paths = answering(lambda request: there(request) if len(paths) == 3 else request.connection.close())
     require_available(NAME)
-    assert len(asked) == 3
+    assert len(paths) == 3
 
 
 def test_for_a_model_in_the_cache_the_hub_is_not_asked(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "_asked", lambda *_: pytest.fail("the hub was asked"))
+    monkeypatch.setattr(hub, "_request", lambda *_: pytest.fail("the hub was asked"))
     kept(cache, "config.json")
     require_available(NAME, weights=False)
     kept(cache, "model-00001-of-00002.safetensors")

@@ -78,8 +78,8 @@ def test_the_tokens_of_a_size_are_those_of_its_image(tmp_path: Path, split: bool
     assert encoder is not None
     own = processor(tmp_path)
     for size in ((1, 1), (1, 500), (500, 1), (33, 32), (32, 33), (64, 65), (200, 7), (121, 90), (90, 121), (3, 200)):
-        given = own(text="<image>", images=[Image.new("RGB", size)], return_tensors="pt", add_special_tokens=False)
-        assert encoder.token_ids(size, "image") == given["input_ids"][0].tolist(), size
+        inputs = own(text="<image>", images=[Image.new("RGB", size)], return_tensors="pt", add_special_tokens=False)
+        assert encoder.token_ids(size, "image") == inputs["input_ids"][0].tolist(), size
 
 
 def png(bits: int) -> bytes:

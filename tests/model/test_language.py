@@ -96,11 +96,11 @@ def test_a_stored_document_says_what_the_whole_model_says(family: str, tmp_path:
     torch.testing.assert_close(logits_of(model, document + question), expected, atol=1e-6, rtol=1e-6)
     engine = Engine(model, name="m")
     cache = CompressedCache.from_bytes(engine.compress(document, policy="full").to_bytes())
-    found = []
+    logits = []
     with torch.no_grad(), engine.attached(cache) as past:
         for piece in torch.split(torch.tensor([question]), [9, 1, 20], dim=1):
-            found.append(engine.model(piece, **{CACHE_ARGUMENT: past}).logits[0])
-    torch.testing.assert_close(torch.cat(found), expected[100:], atol=2e-5, rtol=1e-4)
+            logits.append(engine.model(piece, **{CACHE_ARGUMENT: past}).logits[0])
+    torch.testing.assert_close(torch.cat(logits), expected[100:], atol=2e-5, rtol=1e-4)
     said = []
     for _ in range(12):
         said.append(int(logits_of(whole, document + question + said)[-1].argmax()))
@@ -164,8 +164,8 @@ def test_models_that_do_not_go_on_from_a_text_alone_are_refused(family: str, sai
 def test_checkpoints_that_lack_weights_of_the_language_part_are_refused(family: str, part: str, tmp_path: Path) -> None:
     folder = saved(made(family), tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
-    found = next(name for name in weights if name.endswith(part) and "vision" not in name)
-    del weights[found]
+    logits = next(name for name in weights if name.endswith(part) and "vision" not in name)
+    del weights[logits]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(PolicyUnsupported, match=rf"lacks 1 weights of \w+ \(.*{part.split('.')[-2]}"):
         load(folder, device="cpu", dtype="auto")

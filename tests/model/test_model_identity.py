@@ -29,11 +29,11 @@ def engine(model_type: str, **changes: Any) -> Engine:
     return Engine(random_model(model_type, **changes), None, name=model_type)
 
 
-@pytest.mark.parametrize(("model_type", "change"), MATTER, ids=lambda each: "-".join(each) if each else "")
+@pytest.mark.parametrize(("model_type", "change"), MATTER, ids=lambda subject: "-".join(subject) if subject else "")
 def test_a_field_that_changes_keys_or_values_makes_another_model(model_type: str, change: dict[str, Any]) -> None:
     one, other = engine(model_type), engine(model_type, **change)
     assert one.identity.weights == other.identity.weights
-    made, theirs = (each.compress(DOCUMENT, policy="full") for each in (one, other))
+    made, theirs = (subject.compress(DOCUMENT, policy="full") for subject in (one, other))
     changed = [
         not torch.equal(a.keys, b.keys) or not torch.equal(a.values, b.values)
         for a, b in zip(made.layers, theirs.layers, strict=True)

@@ -66,8 +66,8 @@ def require_exact(model: Any) -> None:
     with torch.no_grad():
         expected = model(torch.cat([document, question], dim=1), use_cache=False).logits[:, 60:]
         with engine.attached(engine.compress(document[0].tolist(), policy="full")) as past:
-            found = model(question, **{CACHE_ARGUMENT: past}).logits
-    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+            logits = model(question, **{CACHE_ARGUMENT: past}).logits
+    torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-4)
 
 
 def test_fp8_becomes_what_it_stands_for(tmp_path: Path) -> None:
@@ -78,9 +78,9 @@ def test_fp8_becomes_what_it_stands_for(tmp_path: Path) -> None:
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     say(tmp_path, quant_method="fp8", activation_scheme="dynamic", weight_block_size=[BLOCK, BLOCK])
     model, _ = load(str(tmp_path), device="cpu", dtype="auto")
-    found = model.state_dict()
+    state = model.state_dict()
     for name, weight in expected.items():
-        assert torch.equal(found[name], weight)
+        assert torch.equal(state[name], weight)
     require_exact(model)
 
 
@@ -93,10 +93,10 @@ def test_mxfp4_becomes_what_it_stands_for(tmp_path: Path) -> None:
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     say(tmp_path, quant_method="mxfp4", modules_to_not_convert=["model.layers.*.self_attn", "lm_head"])
     model, _ = load(str(tmp_path), device="cpu", dtype="float32")
-    found = model.state_dict()
+    state = model.state_dict()
     assert len(expected) == 4
     for name, weight in expected.items():
-        assert torch.equal(found[name], weight)
+        assert torch.equal(state[name], weight)
     require_exact(model)
 
 
@@ -117,9 +117,9 @@ def test_packed_weights_of_compressed_tensors_become_what_they_stand_for(tmp_pat
     packed: dict[str, Any] = {"format": "pack-quantized", "quantization_status": "compressed", "ignore": ["lm_head"]}
     say(tmp_path, quant_method="compressed-tensors", config_groups=groups, **packed)
     model, _ = load(str(tmp_path), device="cpu", dtype="auto")
-    found = model.state_dict()
+    state = model.state_dict()
     for name, weight in expected.items():
-        torch.testing.assert_close(found[name], weight, atol=1e-7, rtol=0)
+        torch.testing.assert_close(state[name], weight, atol=1e-7, rtol=0)
     require_exact(model)
 
 

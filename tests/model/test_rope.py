@@ -71,13 +71,13 @@ class Keys:
 
 
 def keys_at(model, positions):
-    found, ids = Keys(), torch.arange(5, 5 + TOKENS)[None]
+    keys, ids = Keys(), torch.arange(5, 5 + TOKENS)[None]
     with torch.no_grad(), kvshelf_attention(model):
         model.base_model(
             input_ids=ids, position_ids=positions[None], attention_mask=torch.ones_like(ids), use_cache=False,
-            **{CONTEXT: found},
+            **{CONTEXT: keys},
         )  # fmt: skip
-    return found.layers
+    return keys.layers
 
 
 def error(ours, expected):

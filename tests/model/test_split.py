@@ -24,17 +24,17 @@ WORDS = ["quay", "ledger", "boat", "grain", "rope", "tar", "lamp", "weather", "m
 
 def parts(text: str, size: int, overlap: int) -> list[str]:
     """The parts, after a check of what holds for any text."""
-    found = spans(text, FORMAT.token_starts, size=size, overlap=overlap)
-    assert found[0].start == 0
-    assert found[-1].end == len(text)
-    for one, following in pairwise(found):
+    text_spans = spans(text, FORMAT.token_starts, size=size, overlap=overlap)
+    assert text_spans[0].start == 0
+    assert text_spans[-1].end == len(text)
+    for one, following in pairwise(text_spans):
         assert one.start < following.start <= one.end < following.end
         # Cut anywhere, the tokens beside the cuts may be others than in the part: hence the two.
         assert overlap - 2 <= FORMAT.count_tokens(text[following.start : one.end])
     # Parts without what they repeat are the text.
-    ends = [0, *(span.end for span in found)]
-    assert "".join(text[before : span.end] for before, span in zip(ends, found, strict=False)) == text
-    made = [text[span.start : span.end] for span in found]
+    ends = [0, *(span.end for span in text_spans)]
+    assert "".join(text[before : span.end] for before, span in zip(ends, text_spans, strict=False)) == text
+    made = [text[span.start : span.end] for span in text_spans]
     assert all(FORMAT.count_tokens(part) <= size for part in made)
     return made
 
@@ -91,10 +91,10 @@ def test_a_fact_at_any_seam_is_whole_in_one_part(between: str) -> None:
     overlap = FORMAT.count_tokens(fact) + 4
     seam = spans(text, FORMAT.token_starts, size=200, overlap=overlap)[0].end
     planted = [text[:at] + fact + text[at:] for at in range(seam - len(fact) - 3, seam + 4)]
-    for each in planted:
-        assert any(fact in part for part in parts(each, 200, overlap)), each
+    for copy in planted:
+        assert any(fact in part for part in parts(copy, 200, overlap)), copy
     if between != "\n\n":
-        lost = [each for each in planted if not any(fact in part for part in parts(each, 200, 0))]
+        lost = [copy for copy in planted if not any(fact in part for part in parts(copy, 200, 0))]
         assert lost, "without the overlap a fact is cut"
 
 
@@ -122,11 +122,11 @@ def test_parts_of_few_tokens_go_forward_or_are_refused(pieces: list[str], size: 
         with contextlib.suppress(InvalidRequest):  # unless it stands with others that it makes tokens with
             split_all()
         return
-    found = split_all()
-    assert (found[0].start, found[-1].end) == (0, len(text))
-    for one, following in pairwise(found):
+    text_spans = split_all()
+    assert (text_spans[0].start, text_spans[-1].end) == (0, len(text))
+    for one, following in pairwise(text_spans):
         assert one.start < following.start <= one.end < following.end
-    assert all(FORMAT.count_tokens(text[span.start : span.end]) <= size for span in found)
+    assert all(FORMAT.count_tokens(text[span.start : span.end]) <= size for span in text_spans)
 
 
 def test_more_parts_than_anybody_compresses_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,13 +143,17 @@ def test_more_parts_than_anybody_compresses_are_refused(monkeypatch: pytest.Monk
 def test_parts_are_cut_out_one_at_a_time() -> None:
     """As a list they took as much as the text once more, and more with what they repeat."""
     text = "The quay keeper writes. " * 100_000
-    found = TextParts(text, [TextSpan(start, min(start + 10_000, len(text))) for start in range(0, len(text), 9_000)])
+    cuts = TextParts(text, [TextSpan(start, min(start + 10_000, len(text))) for start in range(0, len(text), 9_000)])
     tracemalloc.start()
     try:
-        lengths = [len(part) for part in found]
+        lengths = [len(part) for part in cuts]
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert peak < 100_000 < sum(lengths)
-    assert (len(found), found[1][:9], found[-1]) == (len(lengths), text[9_000:9_009], list(found)[-1])
-    assert list(found[1:3]) == [text[9_000:19_000], text[18_000:28_000]]
+    assert (len(cuts), cuts[1][:9], cuts[-1]) == (
+        len(lengths),
+        text[9_000:9_009],
+        list(cuts)[-1],
+    )
+    assert list(cuts[1:3]) == [text[9_000:19_000], text[18_000:28_000]]

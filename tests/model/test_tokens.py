@@ -83,7 +83,7 @@ def prompts(form, text, think):
     tools = ToolFormat.of(form, [tool(text)])
     yield form.prompt("document", said, opening=True, intro=tools.intro).token_ids
     yield form.prompt("after_assistant", said[1:], opening=True).token_ids
-    mood = TemplateOptions(form.template.told({"mood": text}, None))
+    mood = TemplateOptions(form.template.choose_variables({"mood": text}, None))
     yield form.prompt("document", said, opening=True, options=mood).token_ids
     yield form.conversation([{"role": "user", "content": "?" + text}]).token_ids
 
@@ -114,13 +114,13 @@ def test_pieces_are_the_ids_of_the_whole_text(kind, template):
     document, turns = "the book is on", ["the book?", "on the book", "is the book there"]
     said = [{"role": role, "content": turn} for role, turn in zip(("user", "assistant", "user"), turns, strict=True)]
     encoded = form.document(document, "chat")
-    asked = form.prompt("document", said, opening=True).token_ids
+    token_ids = form.prompt("document", said, opening=True).token_ids
     whole = kind.apply_chat_template(
         [{"role": "user", "content": f"{document}\n\n{turns[0]}"}, *said[1:]],
         tokenize=False,
         add_generation_prompt=True,
     )
-    assert encoded.token_ids + asked == kind(whole, add_special_tokens=False).input_ids
+    assert encoded.token_ids + token_ids == kind(whole, add_special_tokens=False).input_ids
     assert form.prompt(None, said, opening=True).token_ids == kind(
         kind.apply_chat_template(said, tokenize=False, add_generation_prompt=True), add_special_tokens=False
     ).input_ids  # fmt: skip

@@ -321,7 +321,7 @@ class _Step:
         """Of each layer, on its device."""
         starts = tuple(document.next_position for document in self.documents)
         of_devices = []
-        for device in self._devices.each:
+        for device in self._devices.distinct:
             groups = _suffix_groups(self.places, device)
             rows = tuple(group.rows for group in groups)
             of_devices.append(_Here(groups, BatchLayout(self._shares, rows, device, starts)))
@@ -426,9 +426,9 @@ class _SuffixGroup:
             lengths=tuple(rows[s].generation.row.stored + self._new if s in rows else 1 for s in self._slots),
             first=tuple(rows[s].first if s in rows else -1 for s in self._slots),
             new=self._new,
-            asked=tuple(s in weighed for s in self._slots),
+            observed=tuple(s in weighed for s in self._slots),
         )
-        self.memory = (slab, slab.slots, self._slots, self.rows.first, self._new, self.rows.asked)
+        self.memory = (slab, slab.slots, self._slots, self.rows.first, self._new, self.rows.observed)
         self._first = places[0].first
         self._start = places[0].generation.row.stored
         self._slots_and_lengths = [(p.generation.row.slot, p.generation.row.stored) for p in places]
@@ -558,7 +558,7 @@ class _Plan:
 
     def room(self, layer: int, here: _Here, q_heads: int) -> Sequence[Tensor | None]:
         """As `_Step.room`. here: of the layer."""
-        if layer not in self.weights and any(any(group.rows.asked) for group in here.groups):
+        if layer not in self.weights and any(any(group.rows.observed) for group in here.groups):
             self.weights[layer] = [group.weights(q_heads, here.layout.device) for group in here.groups]
         return self.weights.get(layer, ())
 

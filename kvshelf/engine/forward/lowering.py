@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from kvshelf.engine.forward.tracing import TOKENS, Trace
-from kvshelf.kernels.rowwise import PANEL, Buffer, Instruction, Place
+from kvshelf.kernels.rowwise.instructions import Buffer, Instruction, Place
+from kvshelf.kernels.rowwise.native import PANEL
 
 _ATEN = torch.ops.aten
 _LINEAR = torch.ops.kvshelf.linear.default

@@ -18,7 +18,10 @@ from torch import Tensor
 from kvshelf.engine.forward.lowering import Lowered, lower
 from kvshelf.engine.forward.tracing import AttentionCall, trace
 from kvshelf.kernels.native import Part, run_parts
-from kvshelf.kernels.rowwise import BLOCK_ROWS, Buffer, RowProgram, products_of_one, row_programs
+from kvshelf.kernels.rowwise import row_programs
+from kvshelf.kernels.rowwise.fusing import products_of_one
+from kvshelf.kernels.rowwise.instructions import Buffer
+from kvshelf.kernels.rowwise.native import BLOCK_ROWS, RowProgram
 from kvshelf.model.prepacking import PanelLinear, join_weights
 
 if TYPE_CHECKING:

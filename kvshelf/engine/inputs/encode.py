@@ -18,11 +18,11 @@ from kvshelf.errors import DocumentTooLong, DocumentTooShort, InvalidRequest
 from kvshelf.methods.policies.view import DocumentView
 from kvshelf.model import split
 from kvshelf.model.images import ImageEncoder
+from kvshelf.model.templates.template import Message
 from kvshelf.model.text import (
     QUESTION_SEPARATOR,
     TOOL_ROLES,
     EncodedDocument,
-    Message,
     TemplateOptions,
     TextFormat,
     check_messages,
@@ -147,7 +147,7 @@ class Encoder:
         if len(encoded.token_ids) == encoded.protected_prefix:
             raise DocumentTooShort("the document is empty; send at least one token of text", param="document")
         self._require_length(len(encoded.token_ids))
-        self.require_question(len(encoded.token_ids), encoded.boundary, encoded.told)
+        self.require_question(len(encoded.token_ids), encoded.boundary, encoded.options)
         if not rules:
             return encoded
         return replace(encoded, protect=DocumentRules(rules, encoded, self.text, texts, turns, chars=chars).spans())
@@ -165,7 +165,9 @@ class Encoder:
                 "the layout 'plain' has no chat template to be told anything; leave chat_template_kwargs out",
                 param="chat_template_kwargs",
             )
-        return TemplateOptions(self.require_text("chat_template_kwargs").template.told(variables, None), date)
+        return TemplateOptions(
+            self.require_text("chat_template_kwargs").template.choose_variables(variables, None), date
+        )
 
     def require_question(
         self, num_tokens: int, boundary: Boundary, told: TemplateOptions | None = None, appended: int = 0
@@ -213,7 +215,7 @@ class Encoder:
         """
         written, size = self.require_text("document"), self.part_tokens if size is None else size
         begun = written.document("", self._checked_layout(layout), self.options(layout, variables=variables))
-        prefix, question = begun.protected_prefix, self.least_question(begun.boundary, begun.told)
+        prefix, question = begun.protected_prefix, self.least_question(begun.boundary, begun.options)
         if size + question > self.max_tokens:
             raise InvalidRequest(
                 f"split: max_tokens is {size}, and {self.name!r} takes {self.max_tokens}, {question} of them for the "
@@ -350,8 +352,8 @@ class Encoder:
         return DocumentView(
             token_ids=encoded.token_ids,
             protected_prefix=encoded.protected_prefix,
-            suffix=tuple(self.text.suffix(encoded.boundary, encoded.told)) if self.text is not None else (),
-            questions=tuple(tuple(ask(encoded.boundary, text, encoded.told)) for text in expected_questions)
+            suffix=tuple(self.text.suffix(encoded.boundary, encoded.options)) if self.text is not None else (),
+            questions=tuple(tuple(ask(encoded.boundary, text, encoded.options)) for text in expected_questions)
             if ask
             else (),
             text=self.text,

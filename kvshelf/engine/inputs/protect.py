@@ -11,7 +11,8 @@ from typing import Any, Final
 from kvshelf.artifact.identity import MAX_PROTECTED_SPANS, Boundary
 from kvshelf.errors import InvalidRequest
 from kvshelf.model.lines import is_heading, matching
-from kvshelf.model.text import EncodedDocument, Message, TextFormat
+from kvshelf.model.templates.template import Message
+from kvshelf.model.text import EncodedDocument, TextFormat
 
 Span = tuple[int, int]
 Chars = tuple[int, int, int]

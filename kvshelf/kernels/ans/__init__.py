@@ -1,7 +1,8 @@
 """Entropy coding of integers by asymmetric numeral systems (Duda, arXiv 1311.2540): runs of rows, channel by channel.
 
-A run is a stream of its own, so that runs are decoded side by side, and a long one has entries: what a decoder knows
-before each 32 channels but the first, so that these are decoded side by side, too. All integers are little-endian:
+Each run is a stream of its own, so that runs are decoded side by side. A long run has entries, the states of the
+decoder before each 32 channels but the first, so that its channels are decoded side by side, too. All integers are
+little-endian:
 
     u32                 bytes of the escapes; the highest bit says that there are entries
     u32[ceil(C / 32)]   a bit for each channel, the least significant first: whether it has any number but zero
@@ -46,12 +47,12 @@ __all__ = [
 
 
 def can_encode() -> bool:
-    """Whether the library that encodes is here. It has no build for ARM under Linux, where caches are read by C."""
+    """Whether the encoding library is installed. It has no build for ARM under Linux, where C decodes caches."""
     return find_spec("constriction") is not None
 
 
 def require_encoder() -> None:
-    """Raises `PolicyUnsupported` where `can_encode` is not so."""
+    """Raises `PolicyUnsupported` unless `can_encode`."""
     if not can_encode():
         raise PolicyUnsupported(
             "codec klt is written by the library constriction, which is not installed here (it has no build for ARM "
@@ -61,27 +62,27 @@ def require_encoder() -> None:
 
 
 def encode(numbers: Ints, tables: Tables, order: Sequence[int], *, entry_rows: int = ENTRY_ROWS) -> bytes:
-    """One run. numbers: `[C, rows]` int32; order: the table of each channel. entry_rows: rows from which it has
-    entries."""
+    """One run. numbers: `[C, rows]` int32. order: the table of each channel. entry_rows: a run has entries from this
+    many rows on."""
     assert numbers.shape[0] == len(order)
     divided = numbers.shape[1] >= entry_rows and len(order) > 32
     return eager.encode(np.ascontiguousarray(numbers, np.int32), tables, order, divided=divided)
 
 
 def side_by_side(device: torch.device) -> bool:
-    """Whether streams are decoded on this device, many together. Elsewhere they are on the CPU, a few at a time."""
+    """Whether this device decodes many streams together. For other devices the CPU decodes a few at a time."""
     return hasattr(implementation("ans", device), "decode_all")
 
 
 def decode(arrays: Sequence[Runs], tables: Tables, device: torch.device = CPU) -> list[tuple[Tensor, list[bool]]]:
-    """The numbers of several runs of each array, one after the other, and which runs are what `encode` writes.
+    """The numbers of each array's runs, one run after the other, and whether each run is sound: as `encode` writes it.
 
-    Returns for each array `[C, rows of all its runs]` fp32 on the device, where only the runs that are sound mean
-    anything. Whatever the bytes are, nothing beyond them is read, and no more memory taken than the result has. Waits
-    for the device.
+    Returns for each array `[C, rows of all its runs]` fp32 on the device; the numbers of an unsound run mean nothing.
+    Whatever the bytes are, nothing beyond them is read, and no more memory taken than the result has. Waits for the
+    device.
 
     Bytes: the streams once, 4 a number written. A symbol takes one look-up and one product, each waiting for the one
-    before; so runs are decoded four at a time on a CPU, and on CUDA all parts of all runs in one launch.
+    before. So a CPU decodes runs four at a time, and CUDA decodes all parts of all runs in one launch.
     """
     for array in arrays:
         require(
@@ -99,6 +100,6 @@ def decode(arrays: Sequence[Runs], tables: Tables, device: torch.device = CPU) -
         )
     form = implementation("ans", device)
     if side_by_side(device):
-        together: list[tuple[Tensor, list[bool]]] = form.decode_all(arrays, tables, device)
-        return together
+        decoded: list[tuple[Tensor, list[bool]]] = form.decode_all(arrays, tables, device)
+        return decoded
     return [form.decode(array, tables) for array in arrays]

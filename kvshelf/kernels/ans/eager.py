@@ -15,7 +15,6 @@ from kvshelf.kernels.ans.tables import ENTRIES, Ints, Runs, Tables
 
 
 def encode(numbers: Ints, tables: Tables, order: Sequence[int], *, divided: bool) -> bytes:
-    """See `kvshelf.kernels.ans`."""
     import constriction  # type: ignore[import-untyped]
 
     width, used = -(-len(order) // 32), np.flatnonzero(numbers.any(axis=1))
@@ -43,7 +42,6 @@ def encode(numbers: Ints, tables: Tables, order: Sequence[int], *, divided: bool
 
 
 def decode(array: Runs, tables: Tables) -> tuple[Tensor, list[bool]]:
-    """See `kvshelf.kernels.ans`."""
     out = torch.zeros(len(array.order), sum(array.rows), dtype=torch.float32)
     sound = []
     starts, places = np.cumsum([0, *array.sizes]), np.cumsum([0, *array.rows])
@@ -71,25 +69,25 @@ def _decode_run(data: Any, out: Any, tables: Tables, order: Sequence[int]) -> bo
         return False
     if escapes is None:
         return False
-    taken = 0
+    position = 0
     for word in range(width):
-        if word and entries and entries[word - 1] != [*_place(coder), ends[taken]]:
+        if word and entries and entries[word - 1] != [*_place(coder), ends[position]]:
             return False
         for table, channels in _alike(used[used // 32 == word], order):
             symbols = coder.decode(_model(tables, table), len(channels) * out.shape[1])
             outside = symbols == 2 * tables.reach(table) + 1
             numbers = (symbols - tables.reach(table)).astype(np.float32)
             count = int(outside.sum())
-            if taken + count > len(escapes):
+            if position + count > len(escapes):
                 return False
-            numbers[outside] = escapes[taken : taken + count]
-            taken += count
+            numbers[outside] = escapes[position : position + count]
+            position += count
             out[channels] = numbers.reshape(len(channels), -1)
-    return taken == len(escapes) and coder.is_empty()
+    return position == len(escapes) and coder.is_empty()
 
 
 def _place(coder: Any) -> tuple[int, int, int]:
-    """Where a coder stands: both halves of its state, and the words before it."""
+    """Both halves of a coder's state, and the number of words before it."""
     words, state = coder.pos()
     return state & 0xFFFFFFFF, state >> 32, words
 
@@ -110,9 +108,9 @@ def _model(tables: Tables, table: int) -> Any:
 
 def _varints(numbers: Ints) -> bytes:
     """Zigzag LEB128 of each number."""
-    left = (numbers.astype(np.int64) << 1 ^ numbers.astype(np.int64) >> 63).tolist()
+    zigzag = (numbers.astype(np.int64) << 1 ^ numbers.astype(np.int64) >> 63).tolist()
     out = bytearray()
-    for number in left:
+    for number in zigzag:
         while number > 127:
             out.append(number & 127 | 128)
             number >>= 7
@@ -121,16 +119,16 @@ def _varints(numbers: Ints) -> bytes:
 
 
 def _from_varints(data: Any) -> tuple[Any, list[int]]:
-    """The numbers of `_varints`, and the bytes before each and behind the last; None for bytes that it does not
-    write."""
-    found, ends, value, shift = [], [0], 0, 0
+    """The numbers that `_varints` wrote, and where each begins and the last ends. None for bytes that it never
+    writes."""
+    numbers, ends, value, shift = [], [0], 0, 0
     for end, byte in enumerate(data.tolist(), start=1):
         value |= (byte & 127) << shift
         shift += 7
         if byte < 128:
-            found.append((value >> 1) ^ -(value & 1))
+            numbers.append((value >> 1) ^ -(value & 1))
             ends.append(end)
             value = shift = 0
         elif shift > 28:
             return None, ends
-    return None if shift else np.array(found, np.int64).astype(np.int32), ends
+    return None if shift else np.array(numbers, np.int64).astype(np.int32), ends

@@ -1,5 +1,5 @@
-"""Decoding in C: see `native.c`. The library takes four times as long, holds the interpreter's lock meanwhile, and
-decodes one run after the other."""
+"""Decoding in C (`native.c`). The library `constriction` takes four times as long, holds the interpreter's lock
+meanwhile, and decodes one run after the other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from kvshelf.kernels.native import compiled, pointer
 
 
 def decode(array: Runs, tables: Tables) -> tuple[Tensor, list[bool]]:
-    """See `kvshelf.kernels.ans`."""
     starts, places = (torch.from_numpy(np.cumsum([0, *counts])) for counts in (array.sizes, array.rows))
     out = torch.empty(len(array.order), int(places[-1]), dtype=torch.float32)
     bad = torch.zeros(len(array.sizes), dtype=torch.int32)

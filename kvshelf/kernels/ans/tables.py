@@ -1,4 +1,4 @@
-"""How often numbers occur, and what a decoder looks up."""
+"""The frequencies of numbers, and the tables that a decoder looks up."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ ENTRIES = 1 << 31
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """Some runs with the same channels. data: `[bytes]` uint8 on the CPU, the runs; sizes: bytes of each, multiples of
-    4; rows: of each; order: the table of each channel."""
+    """Runs with the same channels. data: `[bytes]` uint8 on the CPU, run after run. sizes: bytes of each run, multiples
+    of 4. rows: of each run. order: the table of each channel."""
 
     data: Tensor
     sizes: Sequence[int]
@@ -40,15 +40,15 @@ class Runs:
 
 @dataclass(frozen=True, eq=False)
 class Tables:
-    """How often numbers occur. Table t gives `frequencies[t]`: int32 of the numbers -K to K, then of the escape."""
+    """`frequencies[t]`: how often table t gives the numbers -K to K, and then the escape, int32."""
 
     frequencies: Sequence[Ints]
 
     def __post_init__(self) -> None:
-        for found in self.frequencies:
-            assert len(found) % 2 == 0
-            assert found.min() > 0
-            assert found.sum() == 1 << BITS
+        for frequencies in self.frequencies:
+            assert len(frequencies) % 2 == 0
+            assert frequencies.min() > 0
+            assert frequencies.sum() == 1 << BITS
 
     def reach(self, table: int) -> int:
         """K: the largest number in a table."""
@@ -56,26 +56,26 @@ class Tables:
 
     @cache  # noqa: B019 - as many entries as there are tables, as long as these live
     def bits(self, table: int, largest: int) -> Any:
-        """`[largest + 1]` fp64: the bits that numbers of each size take, an escape's own bytes among them."""
+        """`[largest + 1]` fp64: the bits of a number of each magnitude, an escape's own bytes among them."""
         frequencies = self.frequencies[table]
         reach = self.reach(table)
-        taken = np.full(largest + 1, BITS - np.log2(frequencies[-1]))
-        taken += np.where(np.arange(largest + 1) < 64, 8, 16)
+        costs = np.full(largest + 1, BITS - np.log2(frequencies[-1]))
+        costs += np.where(np.arange(largest + 1) < 64, 8, 16)
         within = min(reach, largest) + 1
-        taken[:within] = BITS - np.log2(frequencies[reach : reach + within])
-        return taken
+        costs[:within] = BITS - np.log2(frequencies[reach : reach + within])
+        return costs
 
     @cached_property
     def entropies(self) -> list[float]:
-        """Bits that a number of each table takes in the mean."""
-        shares = (found / (1 << BITS) for found in self.frequencies)
+        """The mean bits of a number, of each table."""
+        shares = (frequencies / (1 << BITS) for frequencies in self.frequencies)
         return [float(-(share * np.log2(share)).sum() + share[-1] * 8) for share in shares]
 
     @cached_property
     def slots(self) -> Tensor:
-        """`[tables, 2^BITS, 2]` int32: the number that each slot stands for, and its frequency << 16 | the slots of the
-        same number before it."""
-        return torch.from_numpy(np.stack([_slots(found) for found in self.frequencies]))
+        """`[tables, 2^BITS, 2]` int32: the number of each slot, and its frequency << 16 | how many slots before this
+        one have the same number."""
+        return torch.from_numpy(np.stack([_slots(frequencies) for frequencies in self.frequencies]))
 
     @cache  # noqa: B019 - a copy a device, as long as the tables live
     def slots_on(self, device: torch.device) -> Tensor:

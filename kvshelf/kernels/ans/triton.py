@@ -27,11 +27,10 @@ from kvshelf.kernels.staging import carried
 
 _LANES = 32
 _OF_A_RUN = 7
-"""What a lane reads of its run: see `_decode`."""
+"""Numbers of a run in the table of `_fields`."""
 
 
 def decode_all(arrays: Sequence[Runs], tables: Tables, device: torch.device) -> list[tuple[Tensor, list[bool]]]:
-    """See `kvshelf.kernels.ans.decode`."""
     shapes = [(len(array.order), sum(array.rows)) for array in arrays]
     places = list(accumulate((channels * rows for channels, rows in shapes), initial=0))
     out = torch.zeros(places[-1], dtype=torch.float32, device=device)
@@ -40,8 +39,8 @@ def decode_all(arrays: Sequence[Runs], tables: Tables, device: torch.device) -> 
     if len(lanes):
         streams = torch.cat([array.data for array in arrays])
         tables_of = torch.tensor([table for array in arrays for table in array.order], dtype=torch.int32)
-        here = [streams, tables_of, torch.from_numpy(runs), torch.from_numpy(lanes)]
-        data, orders, of_runs, of_lanes = carried(here, device, {})
+        host_tables = [streams, tables_of, torch.from_numpy(runs), torch.from_numpy(lanes)]
+        data, orders, of_runs, of_lanes = carried(host_tables, device, {})
         _decode[(triton.cdiv(len(lanes), _LANES),)](
             data.view(torch.int32), data, orders, tables.slots_on(device).view(torch.int64),
             of_runs, of_lanes, len(lanes), out, bad, FIELDS=_OF_A_RUN, LANES=_LANES, num_warps=1,
@@ -57,7 +56,7 @@ def decode_all(arrays: Sequence[Runs], tables: Tables, device: torch.device) -> 
 
 
 def _laid_out(arrays: Sequence[Runs], places: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """What `_decode` reads of each run, `[runs, 7]` int64, and the run and the word of flags of each lane, `[lanes, 2]`
+    """The fields of each run, `[runs, 7]` int64, and the run and the word of flags of each lane, `[lanes, 2]`
     int32."""
     runs: list[np.ndarray] = [np.empty((0, _OF_A_RUN), np.int64)]
     lanes: list[np.ndarray] = [np.empty((0, 2), np.int32)]
@@ -65,18 +64,20 @@ def _laid_out(arrays: Sequence[Runs], places: Sequence[int]) -> tuple[np.ndarray
     for array, place in zip(arrays, places, strict=False):
         sizes, rows = (np.array(counts, np.int64) for counts in (array.sizes, array.rows))
         starts, channels = np.cumsum(sizes) - sizes, len(array.order)
-        own = np.empty((len(sizes), _OF_A_RUN), np.int64)
-        own[:, 0], own[:, 1], own[:, 2] = (data + starts) // 4, sizes // 4, rows
-        own[:, 3], own[:, 4] = channels, orders
-        own[:, 5], own[:, 6] = place + np.cumsum(rows) - rows, rows.sum()
-        runs.append(own)
+        fields = np.empty((len(sizes), _OF_A_RUN), np.int64)
+        fields[:, 0], fields[:, 1], fields[:, 2] = (data + starts) // 4, sizes // 4, rows
+        fields[:, 3], fields[:, 4] = channels, orders
+        fields[:, 5], fields[:, 6] = place + np.cumsum(rows) - rows, rows.sum()
+        runs.append(fields)
         words = array.data.numpy().view("<u4")
         divided = np.array(
             [size > 0 and words[start // 4] >= ENTRIES for start, size in zip(starts, sizes, strict=True)]
         )
         width = max(1, -(-channels // 32))
-        taken = np.arange(width)[:, None] <= np.where(divided, width, 0)[None, :]  # a run without entries has one lane
-        word, run = np.nonzero(taken)  # word by word, and run by run within
+        has_lane = (
+            np.arange(width)[:, None] <= np.where(divided, width, 0)[None, :]
+        )  # a run without entries has one lane
+        word, run = np.nonzero(has_lane)  # word by word, and run by run within
         lanes.append(np.stack([run + count, word], axis=1).astype(np.int32))
         data, orders, count = data + int(sizes.sum()), orders + channels, count + len(sizes)
     return np.concatenate(runs), np.concatenate(lanes)
@@ -89,33 +90,33 @@ def _word(words, index, mask):
 
 
 @triton.jit
-def _fields(own, there):
-    """Of the run of each lane: where its words begin, how many they are, its rows and channels, where the tables of
-    its channels and its output begin, and the distance of two channels there."""
-    head = tl.load(own, mask=there, other=0)
-    size = tl.load(own + 1, mask=there, other=0)
-    rows = tl.load(own + 2, mask=there, other=0).to(tl.int32)
-    channels = tl.load(own + 3, mask=there, other=0).to(tl.int32)
-    order = tl.load(own + 4, mask=there, other=0)
-    place = tl.load(own + 5, mask=there, other=0)
-    stride = tl.load(own + 6, mask=there, other=0)
+def _fields(fields, live):
+    """The fields of each lane's run: where its words begin, how many they are, its rows and channels, where the tables
+    of its channels and its output begin, and the distance of two channels there."""
+    head = tl.load(fields, mask=live, other=0)
+    size = tl.load(fields + 1, mask=live, other=0)
+    rows = tl.load(fields + 2, mask=live, other=0).to(tl.int32)
+    channels = tl.load(fields + 3, mask=live, other=0).to(tl.int32)
+    order = tl.load(fields + 4, mask=live, other=0)
+    place = tl.load(fields + 5, mask=live, other=0)
+    stride = tl.load(fields + 6, mask=live, other=0)
     return head, size, rows, channels, order, place, stride
 
 
 @triton.jit
-def _number(escaped, taken, nbytes, going, LANES: tl.constexpr):
-    """The escaped number, of up to 5 bytes, of each lane that is `going`; how many bytes are taken behind it, and
-    whether they end too early. No branch: a warp would wait there."""
+def _number(escaped, position, nbytes, going, LANES: tl.constexpr):
+    """Of each lane that is `going`: its escaped number, of up to 5 bytes, the position behind that, and whether the
+    bytes end too early. No branch: a warp would wait there."""
     number = tl.zeros([LANES], tl.int64)
-    cut = going & (taken < 0)
+    cut = going & (position < 0)
     for step in tl.static_range(5):
-        reading = going & (taken < nbytes)
-        byte = tl.load(escaped + taken, mask=reading, other=0).to(tl.int64)
+        reading = going & (position < nbytes)
+        byte = tl.load(escaped + position, mask=reading, other=0).to(tl.int64)
         number |= (byte & 127) << (7 * step)
-        taken += reading.to(tl.int64)
+        position += reading.to(tl.int64)
         cut = cut | (going & ~reading)
         going = reading & (byte >= 128)
-    return (number >> 1) ^ -(number & 1), taken, cut | going
+    return (number >> 1) ^ -(number & 1), position, cut | going
 
 
 @triton.jit
@@ -124,14 +125,14 @@ def _decode(
     FIELDS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     lane = tl.program_id(0) * LANES + tl.arange(0, LANES)
-    there = lane < num_lanes
-    run = tl.load(lanes + 2 * lane, mask=there, other=0)
-    word = tl.load(lanes + 2 * lane + 1, mask=there, other=0)
-    own = runs + run.to(tl.int64) * FIELDS
-    head, size, rows, channels, order, place, stride = _fields(own, there)
+    live = lane < num_lanes
+    run = tl.load(lanes + 2 * lane, mask=live, other=0)
+    word = tl.load(lanes + 2 * lane + 1, mask=live, other=0)
+    fields = runs + run.to(tl.int64) * FIELDS
+    head, size, rows, channels, order, place, stride = _fields(fields, live)
 
     width = (channels + 31) // 32
-    fits = there & (size > width)
+    fits = live & (size > width)
     first = _word(words, head, fits).to(tl.int64)
     divided = first >= 0x80000000
     nbytes = first & 0x7FFFFFFF
@@ -144,19 +145,19 @@ def _decode(
 
     inside = fits & (word > 0)
     entry = entries + 4 * (word - 1)
-    left = tl.where(word > 0, _word(words, entry + 2, inside).to(tl.int64), end - begin)
-    taken = _word(words, entry + 3, inside).to(tl.int64)
-    fits = fits & (left <= end - begin) & (taken <= nbytes)
+    words_before = tl.where(word > 0, _word(words, entry + 2, inside).to(tl.int64), end - begin)
+    position = _word(words, entry + 3, inside).to(tl.int64)
+    fits = fits & (words_before <= end - begin) & (position <= nbytes)
     state = _word(words, entry, inside) | (_word(words, entry + 1, inside) << 32)
     for _ in tl.static_range(2):
-        opening = fits & (word == 0) & (left > 0)
-        state = tl.where(opening, (state << 32) | _word(words, begin + left - 1, opening), state)
-        left -= opening.to(tl.int64)
+        opening = fits & (word == 0) & (words_before > 0)
+        state = tl.where(opening, (state << 32) | _word(words, begin + words_before - 1, opening), state)
+        words_before -= opening.to(tl.int64)
 
     channel = word * 32
     last = tl.where(divided, tl.minimum(channel + 32, channels), channels)
-    upcoming = _word(words, begin + left - 1, fits & (left > 0))
-    cut = there & (word < 0)
+    upcoming = _word(words, begin + words_before - 1, fits & (words_before > 0))
+    cut = live & (word < 0)
     escaped += escapes * 4
     for _ in range(tl.max(tl.where(fits, last - channel, 0), axis=0)):
         used = fits & (channel < last)
@@ -172,12 +173,12 @@ def _decode(
             share = (slot >> 32).to(tl.uint64)
             low = ((share & 0xFFFF) << 12) | (state & 4095)
             after = ((share >> 16) << 12) * (state >> 24) + low
-            refill = on & (after < 4294967296) & (left > 0)
+            refill = on & (after < 4294967296) & (words_before > 0)
             state = tl.where(on, tl.where(refill, (after << 32) | upcoming, after), state)
-            left -= refill.to(tl.int64)
-            upcoming = tl.where(refill, _word(words, begin + left - 1, refill & (left > 0)), upcoming)
+            words_before -= refill.to(tl.int64)
+            upcoming = tl.where(refill, _word(words, begin + words_before - 1, refill & (words_before > 0)), upcoming)
             is_escape = value == -0x7FFFFFFF - 1
-            number, taken, short = _number(escaped, taken, nbytes, on & is_escape, LANES)
+            number, position, short = _number(escaped, position, nbytes, on & is_escape, LANES)
             cut = cut | short
             tl.store(target + row, tl.where(is_escape, number.to(tl.int32), value).to(tl.float32), mask=on)
         channel += 1
@@ -187,5 +188,5 @@ def _decode(
     ends = _word(words, entry, between) | (_word(words, entry + 1, between) << 32)
     words_left = _word(words, entry + 2, between).to(tl.int64)
     bytes_taken = tl.where(between, _word(words, entry + 3, between).to(tl.int64), nbytes)
-    sound = fits & ~cut & (state == ends) & (left == words_left) & (taken == bytes_taken)
-    tl.store(bad + run, 1, mask=there & ~sound)
+    sound = fits & ~cut & (state == ends) & (words_before == words_left) & (position == bytes_taken)
+    tl.store(bad + run, 1, mask=live & ~sound)

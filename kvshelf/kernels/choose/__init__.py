@@ -32,10 +32,10 @@ from kvshelf.kernels.dispatch import implementation
 
 @dataclass(frozen=True, eq=False)
 class Units:
-    """The units of one prefix, packed by head: head h owns `counts[h]` of them. They are made once, and never change.
+    """The units of one prefix, packed by head: head h owns `counts[h]` of them. They never change.
 
     low: `[units, W]` fp32 or bf16, the summaries. span: the same shape and dtype, or None; times `scale`. ends:
-    `[units]` int32, the row of the head behind the unit's last one. forced: `[units]` bool, read whatever their scores.
+    `[units]` int32, the row of the head after the unit's last one. forced: `[units]` bool, read whatever their scores.
     by_column: low and span are `[W, units]`, which is faster for many units of few columns. parents: coarser units of
     the same rows, each of `children` of these (the last of a head may have fewer): only units of the better half of
     them are chosen. views: low and span are memory of the prefix.
@@ -74,7 +74,7 @@ class Units:
 
     @cached_property
     def starts(self) -> Tensor:
-        """`begins` where the units are, `[kv_heads + 1]` int32."""
+        """`begins` on the device of the units, `[kv_heads + 1]` int32."""
         return torch.tensor(self.begins, dtype=torch.int32).to(self.ends.device)
 
     @cached_property
@@ -100,14 +100,14 @@ class Units:
     @property
     def nbytes(self) -> int:
         """Bytes held in memory beside the prefix."""
-        tables = [table for table in (self.low, self.span) if table is not None and not self.views]
+        summaries = [table for table in (self.low, self.span) if table is not None and not self.views]
         parents = 0 if self.parents is None else self.parents.nbytes
-        return parents + sum(each.nbytes for each in (*tables, self.ends, self.forced))
+        return parents + sum(table.nbytes for table in (*summaries, self.ends, self.forced))
 
 
 def _only(sizes: Tensor) -> int:
-    found = set(sizes.tolist())
-    return int(found.pop()) if len(found) == 1 else 0
+    distinct = set(sizes.tolist())
+    return int(distinct.pop()) if len(distinct) == 1 else 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +130,7 @@ class Chosen:
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """How a query chooses at one layer, over the units of all its prefixes together, and where the rows go.
+    """The choice of a query at one layer, over the units of all its prefixes together.
 
     budget: most rows of a KV head, of all prefixes, those of forced units included. linear, relu, group: see the
     formula. columns: the channel of the query that each of the W columns stands for, `[kv_heads, W]` int64; None: W is
@@ -153,7 +153,11 @@ class Choice:
     force: bool = True
 
     def __post_init__(self) -> None:
-        assert self.basis is None or all(_are_guessed(units, self.basis) for units in self.units)
+        if self.basis is not None:
+            assert self.basis.is_contiguous()
+            width = self.basis.shape[1] * self.basis.shape[3]
+            plain = (u.by_column and u.span is None and u.parents is None and u.width == width for u in self.units)
+            assert all(plain)
         assert self.budget >= self.forced_rows, "the rows that are always read have no room"
         assert all(
             chosen.rows.shape[1] >= min(self.budget, units.longest)
@@ -173,19 +177,14 @@ class Choice:
         return max(map(sum, zip(*(units.forced_rows for units in self.units), strict=True)))
 
 
-def _are_guessed(units: Units, basis: Tensor) -> bool:
-    plain = units.by_column and units.span is None and units.parents is None
-    return plain and units.width == basis.shape[1] * basis.shape[3] and basis.is_contiguous()
-
-
 def better_half(parents: int) -> int:
-    """How many of so many parents are the better half."""
+    """The size of the better half of this many parents."""
     return -(-parents // 2)
 
 
 def choose(queries: Tensor, choice: Choice) -> None:
-    """Fill `choice.chosen` with what one token chooses. queries: `[q_heads, D]`, query head h reads KV head h //
-    (q_heads // kv_heads).
+    """Fill `choice.chosen` with the rows that one token chooses. queries: `[q_heads, D]`, query head h reads KV head
+    h // (q_heads // kv_heads).
 
     Units rank by score, those with a NaN or infinite score first; equal ones by the earlier prefix and the smaller
     number. Bytes: each summary once. FLOPs: 4 * q_heads * units * W.

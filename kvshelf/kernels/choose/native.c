@@ -7,9 +7,9 @@ enum { MOST_WIDTH = 256 };
 
 /* `count` numbers from element `at` of `data`, fewer than a vector has; the last ones of a table have nothing behind. */
 static Floats few(const void *data, int64_t at, int64_t count, int type) {
-    Floats found = {0};
-    for (int64_t i = 0; i < count; i++) ((float *)&found)[i] = number_at(data, at + i, type);
-    return found;
+    Floats numbers = {0};
+    for (int64_t i = 0; i < count; i++) ((float *)&numbers)[i] = number_at(data, at + i, type);
+    return numbers;
 }
 
 /* The rows of `count` queries of a head from query `first` on, and what span is multiplied with. */
@@ -122,12 +122,12 @@ static int64_t rows_from(const Choice *a, int64_t head, const int32_t *ranks, in
 /* The highest rank at which the units from it on have more rows than `room`; INT32_MIN if there is none: a bit at a
    time. */
 static int32_t rank_beyond(const Choice *a, int64_t head, const int32_t *ranks, int64_t room) {
-    uint32_t found = 0;
+    uint32_t least = 0;
     for (uint32_t bit = (uint32_t)1 << 31; bit; bit >>= 1) {
-        const uint32_t raised = found | bit;
-        if (rows_from(a, head, ranks, (int32_t)(raised ^ 0x80000000)) > room) found = raised;
+        const uint32_t raised = least | bit;
+        if (rows_from(a, head, ranks, (int32_t)(raised ^ 0x80000000)) > room) least = raised;
     }
-    return (int32_t)(found ^ 0x80000000);
+    return (int32_t)(least ^ 0x80000000);
 }
 
 /* Take the units out of the choice whose parents are not of the better half. room: for the parents' ranks. */
@@ -136,9 +136,9 @@ static void keep_better_half(const Choice *a, const Units *units, int64_t head, 
     const int64_t first = parents->begin[head], count = parents->begin[head + 1] - first, kept = (count + 1) / 2;
     score(a, parents, head, first, first + count, (float *)room);
     for (int64_t p = 0; p < count; p++) {
-        float found;
-        memcpy(&found, room + p, sizeof found);
-        room[p] = rank_of(found);
+        float score;
+        memcpy(&score, room + p, sizeof score);
+        room[p] = rank_of(score);
     }
     const int32_t least = rank_at(room, count, kept);
     int64_t tied = kept - (least < INT32_MAX ? count_from(room, count, least + 1) : 0);
@@ -185,9 +185,9 @@ void choose_rows(const Choice *a, int64_t head) {
         const int64_t first = units->begin[head], end = units->begin[head + 1];
         score(a, units, head, first, end, (float *)own);
         for (int64_t u = first; u < end; u++, own++) {
-            float found;
-            memcpy(&found, own, sizeof found);
-            *own = units->forced[u] ? INT32_MIN : rank_of(found);
+            float score;
+            memcpy(&score, own, sizeof score);
+            *own = units->forced[u] ? INT32_MIN : rank_of(score);
             room -= units->forced[u] ? rows_of(units, first, u) : 0;
         }
         if (units->parents) keep_better_half(a, units, head, own - (end - first), own);

@@ -12,7 +12,6 @@ from kvshelf.kernels.native import LANES, TYPES, WIDTHS, compiled
 
 
 def choose(queries: Tensor, choice: Choice) -> None:
-    """See `kvshelf.kernels.choose.choose`."""
     if not takes(choice, queries.dtype):
         return eager.choose(queries, choice)
     queries = queries.contiguous()
@@ -20,21 +19,21 @@ def choose(queries: Tensor, choice: Choice) -> None:
     guesses = choice.basis is not None
     ranks = torch.empty(heads * most_units(choice) * (2 if guesses else 1), dtype=torch.int32)
     critical = torch.empty(heads, dtype=torch.int64)
-    found, _held = struct_of(choice, queries.dtype, (heads, q_heads // heads, dim))
-    found.queries, found.ranks, found.critical = queries.data_ptr(), ranks.data_ptr(), critical.data_ptr()
-    compiled().kvshelf_choose(ctypes.byref(found), torch.get_num_threads())
+    struct, _references = struct_of(choice, queries.dtype, (heads, q_heads // heads, dim))
+    struct.queries, struct.ranks, struct.critical = queries.data_ptr(), ranks.data_ptr(), critical.data_ptr()
+    compiled().kvshelf_choose(ctypes.byref(struct), torch.get_num_threads())
     return None
 
 
 def takes(choice: Choice, dtype: torch.dtype) -> bool:
-    """Whether C can choose so, by queries of this dtype."""
-    with_parents = [each for units in choice.units for each in (units, units.parents) if each is not None]
+    """Whether C can make this choice, by queries of this dtype."""
+    levels = [level for units in choice.units for level in (units, units.parents) if level is not None]
     return dtype in TYPES and all(
         table.dtype == units.low.dtype
         and table.dtype in TYPES
         and table.is_contiguous()
         and (choice.width <= WIDTHS[-1] if units.by_column else choice.width in WIDTHS)
-        for units in with_parents
+        for units in levels
         for table in (units.low, units.span)
         if table is not None
     )
@@ -73,25 +72,26 @@ class ChoiceStruct(ctypes.Structure):
 
 
 def struct_of(choice: Choice, dtype: torch.dtype, shape: tuple[int, int, int]) -> tuple[ChoiceStruct, object]:
-    """The choice as C reads it, without the addresses of queries and ranks, and what it points to. shape: KV heads,
-    query heads of each, and channels of a query."""
+    """The choice as C reads it, without the addresses of queries and ranks, and the objects that it points to. shape:
+    KV heads, query heads of each, and channels of a query."""
     heads, group, dim = shape
-    parts, held = (_Units * len(choice.units))(), []
+    parts, references = (_Units * len(choice.units))(), []
     for part, units, chosen in zip(parts, choice.units, choice.chosen, strict=True):
-        held.append(_fill(part, units, choice.force))
+        references.append(_fill(part, units, choice.force))
         part.rows, part.counts, part.most = chosen.rows.data_ptr(), chosen.counts.data_ptr(), chosen.rows.shape[1]
-    found = ChoiceStruct(
+    struct = ChoiceStruct(
         units=ctypes.addressof(parts), num_units=len(parts), most_units=most_units(choice), kv_heads=heads, group=group,
         dim=dim, width=choice.width, budget=choice.budget, type=TYPES[dtype],
         mean=choice.group == "mean", cut=choice.cut, linear=choice.linear, relu=choice.relu, alpha=choice.alpha,
         columns=0 if choice.columns is None else choice.columns.data_ptr(),
         basis=0 if choice.basis is None else choice.basis.data_ptr(),
     )  # fmt: skip
-    return found, (parts, held, choice)
+    return struct, (parts, references, choice)
 
 
 def _fill(part: _Units, units: Units, force: bool) -> object:
-    """The fields of units, but where their rows go; returns what they point to."""
+    """Fill in the fields of units, but for the rows and counts of the choice. Returns the objects that they point
+    to."""
     forced = units.forced if force else torch.zeros_like(units.forced)
     begin = (ctypes.c_int64 * len(units.begins))(*units.begins)
     part.low, part.ends, part.forced = (table.data_ptr() for table in (units.low, units.ends, forced))
@@ -102,6 +102,6 @@ def _fill(part: _Units, units: Units, force: bool) -> object:
     if units.parents is None:
         return begin, forced
     parents = _Units()
-    held = _fill(parents, units.parents, force)
+    references = _fill(parents, units.parents, force)
     part.parents, part.children = ctypes.addressof(parents), units.children
-    return begin, forced, parents, held
+    return begin, forced, parents, references

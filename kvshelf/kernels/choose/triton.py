@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvshelf.kernels.choose import Choice, Units, eager
+from kvshelf.kernels.choose import Choice, eager
 from kvshelf.kernels.tiles import image_of, least_kept, rows_of_tile, warps
 
 _WIDEST = 512
@@ -24,7 +24,6 @@ _BLOCK = 1024
 
 
 def choose(queries: Tensor, choice: Choice) -> None:
-    """See `kvshelf.kernels.choose.choose`."""
     if choice.basis is not None or any(units.parents is not None or units.width > _WIDEST for units in choice.units):
         return eager.choose(queries, choice)
     heads = len(choice.units[0].counts)
@@ -37,7 +36,16 @@ def choose(queries: Tensor, choice: Choice) -> None:
     rows = torch.empty_like(scores, dtype=torch.int32)
     places = [sum(most[:number]) for number in range(len(most))]
     for units, place, count in zip(choice.units, places, most, strict=True):
-        _scored(members, units, choice, scores, rows, place, count)
+        width = triton.next_power_of_2(units.width)
+        block = rows_of_tile(width)
+        span = units.low if units.span is None else units.span
+        strides = [table.stride()[:: -1 if units.by_column else 1] for table in (units.low, span)]
+        _score[(triton.cdiv(count, block), heads)](
+            members, units.low, span, units.ends, units.forced.view(torch.uint8), units.starts, scores, rows, place,
+            count, scores.shape[1], *strides[0], *strides[1], units.scale, choice.linear, choice.relu,
+            GROUP=members.shape[1], WIDTH=units.width, BLOCK_WIDTH=width, BLOCK=block, SPAN=units.span is not None,
+            MEAN=choice.group == "mean", FORCE=choice.force, num_warps=warps(block * width),
+        )  # fmt: skip
     tile = {"BLOCK": min(_BLOCK, triton.next_power_of_2(sum(most))), "num_warps": 4}
     _take[(heads,)](scores, rows, sum(most), choice.budget, CUT=choice.cut, **tile)
     for units, chosen, place in zip(choice.units, choice.chosen, places, strict=True):
@@ -45,22 +53,6 @@ def choose(queries: Tensor, choice: Choice) -> None:
             rows, units.ends, units.starts, chosen.rows, chosen.counts, place, sum(most), chosen.rows.shape[1], **tile
         )
     return None
-
-
-def _scored(
-    members: Tensor, units: Units, choice: Choice, scores: Tensor, rows: Tensor, place: int, count: int
-) -> None:
-    """Launch `_score` for one document."""
-    width = triton.next_power_of_2(units.width)
-    block = rows_of_tile(width)
-    span = units.low if units.span is None else units.span
-    strides = [table.stride()[:: -1 if units.by_column else 1] for table in (units.low, span)]
-    _score[(triton.cdiv(count, block), len(units.counts))](
-        members, units.low, span, units.ends, units.forced.view(torch.uint8), units.starts, scores, rows, place, count,
-        scores.shape[1], *strides[0], *strides[1], units.scale, choice.linear, choice.relu,
-        GROUP=members.shape[1], WIDTH=units.width, BLOCK_WIDTH=width, BLOCK=block, SPAN=units.span is not None,
-        MEAN=choice.group == "mean", FORCE=choice.force, num_warps=warps(block * width),
-    )  # fmt: skip
 
 
 @triton.jit
@@ -74,10 +66,10 @@ def _score(
     head = tl.program_id(1)
     first = tl.load(starts + head)
     unit = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    there = unit < tl.load(starts + head + 1) - first
+    exists = unit < tl.load(starts + head + 1) - first
     index = (first + unit).to(tl.int64)
     columns = tl.arange(0, BLOCK_WIDTH)
-    inside = there[:, None] & (columns < WIDTH)[None, :]
+    inside = exists[:, None] & (columns < WIDTH)[None, :]
     lows = tl.load(low + index[:, None] * low_unit + columns[None, :] * low_column, mask=inside, other=0.0)
     lows = lows.to(tl.float32)
     spans = lows
@@ -97,10 +89,10 @@ def _score(
             best = tl.maximum(best, score, propagate_nan=tl.PropagateNan.ALL)
     if MEAN:
         best /= GROUP
-    end = tl.load(ends + index, mask=there, other=0)
-    size = end - tl.load(ends + index - 1, mask=there & (unit > 0), other=0)
+    end = tl.load(ends + index, mask=exists, other=0)
+    size = end - tl.load(ends + index - 1, mask=exists & (unit > 0), other=0)
     if FORCE:
-        size = tl.where(tl.load(forced + index, mask=there, other=0) != 0, -size, size)
+        size = tl.where(tl.load(forced + index, mask=exists, other=0) != 0, -size, size)
     target = head.to(tl.int64) * num_units + place + unit
     tl.store(scores + target, best, mask=unit < most)
     tl.store(rows + target, size, mask=unit < most)
@@ -120,24 +112,24 @@ def _take(scores, rows, num_units, budget, CUT: tl.constexpr, BLOCK: tl.constexp
     scores += tl.program_id(0).to(tl.int64) * num_units
     rows += tl.program_id(0).to(tl.int64) * num_units
     lanes = tl.arange(0, BLOCK)
-    left = budget
+    room = budget
     for start in range(0, num_units, BLOCK):
         size = tl.load(rows + start + lanes, mask=start + lanes < num_units, other=0)
-        left += tl.sum(tl.minimum(size, 0), axis=0)
-    least = least_kept(_ranked, scores, rows, num_units, 1, 1, left, BLOCK)
+        room += tl.sum(tl.minimum(size, 0), axis=0)
+    least = least_kept(_ranked, scores, rows, num_units, 1, 1, room, BLOCK)
     for start in range(0, num_units, BLOCK):
         image, size = _ranked(scores, rows, start + lanes, num_units, 1, 1)
-        left -= tl.sum(tl.where(image > least, size, 0), axis=0)
+        room -= tl.sum(tl.where(image > least, size, 0), axis=0)
     for start in range(0, num_units, BLOCK):
         units = start + lanes
         image, size = _ranked(scores, rows, units, num_units, 1, 1)
         tied = tl.where(image == least, size, 0)
-        room = tl.minimum(tied, tl.maximum(left - (tl.cumsum(tied, axis=0) - tied), 0))
+        partial = tl.minimum(tied, tl.maximum(room - (tl.cumsum(tied, axis=0) - tied), 0))
         if not CUT:
-            room = tl.where(room < tied, 0, room)
-        left -= tl.sum(tied, axis=0)
+            partial = tl.where(partial < tied, 0, partial)
+        room -= tl.sum(tied, axis=0)
         is_forced = -tl.minimum(tl.load(rows + units, mask=units < num_units, other=0), 0)
-        tl.store(rows + units, tl.where(image > least, size, room) + is_forced, mask=units < num_units)
+        tl.store(rows + units, tl.where(image > least, size, partial) + is_forced, mask=units < num_units)
 
 
 @triton.jit
@@ -151,10 +143,10 @@ def _fill(rows, ends, starts, chosen, counts, place, num_units, most, BLOCK: tl.
     done = tl.full((), 0, tl.int32)
     for start in range(0, count, BLOCK):
         units = start + tl.arange(0, BLOCK)
-        taken = tl.load(rows + units, mask=units < count, other=0)
+        sizes = tl.load(rows + units, mask=units < count, other=0)
         before = tl.load(ends + first + units - 1, mask=(units < count) & (units > 0), other=0)
-        target = chosen + done + tl.cumsum(taken, axis=0) - taken
-        for row in range(tl.max(taken, axis=0)):
-            tl.store(target + row, before + row, mask=row < taken)
-        done += tl.sum(taken, axis=0)
+        target = chosen + done + tl.cumsum(sizes, axis=0) - sizes
+        for row in range(tl.max(sizes, axis=0)):
+            tl.store(target + row, before + row, mask=row < sizes)
+        done += tl.sum(sizes, axis=0)
     tl.store(counts + head, done)

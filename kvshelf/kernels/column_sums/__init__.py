@@ -19,13 +19,7 @@ from kvshelf.kernels.dispatch import implementation
 
 
 def column_sums(
-    queries: Tensor,
-    keys: Tensor,
-    scale: float,
-    local_rows: int = 0,
-    *,
-    every: int = 1,
-    lse: Tensor | None = None,
+    queries: Tensor, keys: Tensor, scale: float, local_rows: int = 0, *, every: int = 1, lse: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Softmax weights that each key receives, summed over all rows and over the last `local_rows` of them.
 

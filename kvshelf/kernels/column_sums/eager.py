@@ -12,6 +12,8 @@ says; a tile on the diagonal is computed whole.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -24,17 +26,26 @@ _TILE = 512
 where the second-level cache holds 2 MiB."""
 
 
+AddRows = Callable[[Tensor, Tensor, Tensor, float, Tensor | None, slice], None]
+"""`_add_rows` below, or another form of it."""
+
+
 def column_sums(
     queries: Tensor, keys: Tensor, scale: float, local_rows: int = 0, every: int = 1, lse: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See `kvshelf.kernels.column_sums.column_sums`."""
+    return sums_by(_add_rows, queries, keys, scale, local_rows, every, lse)
+
+
+def sums_by(
+    add_rows: AddRows, queries: Tensor, keys: Tensor, scale: float, local_rows: int, every: int, lse: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Both sums, of the sampled early rows and of the local rows."""
     num_rows, num_keys = queries.shape[1], keys.shape[1]
     early_rows = num_rows - local_rows
-    total = queries.new_zeros(queries.shape[0], num_keys, dtype=torch.float32)
-    local = torch.zeros_like(total)
+    total, local = queries.new_zeros(2, queries.shape[0], num_keys, dtype=torch.float32)
     early = slice((early_rows - 1) % every, early_rows, every)
-    _add_rows(total[:, : num_keys - local_rows], queries, keys[:, : num_keys - local_rows], scale, lse, early)
-    _add_rows(local, queries, keys, scale, lse, slice(early_rows, num_rows, 1))
+    add_rows(total[:, : num_keys - local_rows], queries, keys[:, : num_keys - local_rows], scale, lse, early)
+    add_rows(local, queries, keys, scale, lse, slice(early_rows, num_rows, 1))
     return total.mul_(every).add_(local), local
 
 
@@ -64,7 +75,7 @@ def _add_whole_rows(sums: Tensor, queries: Tensor, keys: Tensor, scale: float, e
 
 
 def _add_tiles(sums: Tensor, queries: Tensor, keys: Tensor, scale: float, every: int, lse: Tensor) -> None:
-    """As `_add_whole_rows`, with the log-sum-exp of every row given: lse `[group, R]`."""
+    """As `_add_whole_rows`, with the log-sum-exps of the rows: lse `[group, R]`."""
     if queries.dtype == torch.float16:
         queries, keys = queries.float(), keys.float()  # a CPU multiplies fp16 slowly
     group, num_rows, dim = queries.shape
@@ -88,7 +99,7 @@ def _add_tiles(sums: Tensor, queries: Tensor, keys: Tensor, scale: float, every:
 
 
 def _future(num_rows: int, every: int, device: torch.device) -> Tensor:
-    """Of the keys after the first row's own, up to the last row's own: which ones each row does not see, `[rows,
-    keys]`. Rows are `every` tokens apart."""
+    """Which keys each row does not see, of those after the first row's own and up to the last row's own: `[rows, keys]`
+    bool. Rows are `every` tokens apart."""
     keys = torch.arange((num_rows - 1) * every, device=device)
     return keys >= every * torch.arange(num_rows, device=device).unsqueeze(1)

@@ -191,13 +191,13 @@ static void sum_columns(const void *context, int64_t i) {
         a->sums[k] += sum(total[(k - begin) / KEYS][(k - begin) % KEYS]);
 }
 
-/* lses are to the base 2, and made where they are not given. sizes: the four from `tiles` on, in their order. */
+/* lses are to the base 2; without with_lses they are computed here. sizes: the four from `tiles` on, in their order. */
 EXPORT void kvshelf_column_sums(const void *queries, const void *keys, const int32_t *limits, const int32_t *least,
-                                const int32_t *most, float *lses, int given, float *sums, const int64_t *sizes,
+                                const int32_t *most, float *lses, int with_lses, float *sums, const int64_t *sizes,
                                 float scale, int products, int threads) {
     const Columns a = {queries, keys, limits, least, most, lses, sums, sizes[0], sizes[1], sizes[2], sizes[3],
                        scale, products};
     const int64_t span = KEYS * KEY_TILES;
-    if (!given) for_each((a.tiles + ROW_TILES - 1) / ROW_TILES, threads, sum_rows, &a);
+    if (!with_lses) for_each((a.tiles + ROW_TILES - 1) / ROW_TILES, threads, sum_rows, &a);
     for_each((a.num_keys + span - 1) / span, threads, sum_columns, &a);
 }

@@ -25,24 +25,18 @@ _MOST_DIM = 256
 def column_sums(
     queries: Tensor, keys: Tensor, scale: float, local_rows: int = 0, every: int = 1, lse: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See `kvshelf.kernels.column_sums.column_sums`."""
     if queries.shape[2] > _MOST_DIM:
         return eager.column_sums(queries, keys, scale, local_rows, every, lse)
-    (q_heads, num_rows, _), num_keys = queries.shape, keys.shape[1]
     if keys.dtype != torch.bfloat16 or bf16_products() == Bf16Products.FP32:
         keys = keys.float()
-    early_rows = num_rows - local_rows
-    total, local = queries.new_zeros(2, q_heads, num_keys, dtype=torch.float32)
-    early = slice((early_rows - 1) % every, early_rows, every)
-    _add_rows(total[:, : num_keys - local_rows], queries, keys[:, : num_keys - local_rows], scale, lse, early)
-    _add_rows(local, queries, keys, scale, lse, slice(early_rows, num_rows, 1))
-    return total.mul_(every).add_(local), local
+    return eager.sums_by(_add_rows, queries, keys, scale, local_rows, every, lse)
 
 
 def _add_rows(sums: Tensor, queries: Tensor, keys: Tensor, scale: float, lse: Tensor | None, rows: slice) -> None:
-    """Add the weights of `rows` to `sums` `[q_heads, N]`, in place. The last of the rows sees all of the keys."""
     native = compiled()
-    queries, keys = queries[:, rows], _whole_pairs(keys)
+    queries = queries[:, rows]
+    if keys.dtype == torch.bfloat16 and keys.shape[2] % 32:  # AMX takes channels in whole 64 bytes
+        keys = torch.nn.functional.pad(keys, (0, -keys.shape[2] % 32))
     (q_heads, num_rows, _), (kv_heads, num_keys, dim) = queries.shape, keys.shape
     if not num_rows:
         return
@@ -65,12 +59,6 @@ def _add_rows(sums: Tensor, queries: Tensor, keys: Tensor, scale: float, lse: Te
 def _padded(of_rows: Tensor) -> Tensor:
     """`[..., R]` with zeros up to whole tiles."""
     return torch.nn.functional.pad(of_rows, (0, -of_rows.shape[-1] % _ROWS)).contiguous()
-
-
-def _whole_pairs(states: Tensor) -> Tensor:
-    """bf16 channels padded to a multiple of 64 bytes, as AMX takes them."""
-    spare = -states.shape[2] % 32 if states.dtype == torch.bfloat16 else 0
-    return torch.nn.functional.pad(states, (0, spare)) if spare else states
 
 
 def _tiles(queries: Tensor, num_tiles: int, dim: int, lanes: int) -> Tensor:

@@ -29,7 +29,6 @@ _LOG2_E = math.log2(math.e)
 def column_sums(
     queries: Tensor, keys: Tensor, scale: float, local_rows: int = 0, every: int = 1, lse: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See `kvshelf.kernels.column_sums.column_sums`."""
     (q_heads, num_rows, dim), (kv_heads, num_keys, _) = queries.shape, keys.shape
     total, local = queries.new_empty(2, q_heads, num_keys, dtype=torch.float32)
     if 0 in (q_heads, num_rows):
@@ -39,16 +38,13 @@ def column_sums(
     rows = (num_rows, sampled, (early_rows - 1) % every, early_rows, local_rows, every)
     heads = (q_heads, q_heads // kv_heads, num_keys)
     tile = tiles(dim, queries.dtype)
+    lses = queries.new_empty(q_heads, num_rows, dtype=torch.float32) if lse is None else lse
+    strides = (*queries.stride()[:2], *keys.stride()[:2], *lses.stride())
     if lse is None:
-        lse = queries.new_empty(q_heads, num_rows, dtype=torch.float32)
         grid = (triton.cdiv(sampled + local_rows, tile["BLOCK_ROWS"]) * q_heads,)
-        _row_lse[grid](
-            queries, keys, lse, scale * _LOG2_E, *heads, *rows, *_strides(queries, keys, lse), DIM=dim, **tile
-        )
+        _row_lse[grid](queries, keys, lses, scale * _LOG2_E, *heads, *rows, *strides, DIM=dim, **tile)
     grid = (triton.cdiv(num_keys, tile["BLOCK_KEYS"]) * q_heads,)
-    _sum_columns[grid](
-        queries, keys, lse, total, local, scale * _LOG2_E, *heads, *rows, *_strides(queries, keys, lse), DIM=dim, **tile
-    )
+    _sum_columns[grid](queries, keys, lses, total, local, scale * _LOG2_E, *heads, *rows, *strides, DIM=dim, **tile)
     return total, local
 
 
@@ -69,10 +65,6 @@ def tiles(dim: int, dtype: torch.dtype) -> dict[str, int | bool]:
         "num_warps": warps,
         "num_stages": 2,
     }
-
-
-def _strides(queries: Tensor, keys: Tensor, lse: Tensor) -> tuple[int, ...]:
-    return (*queries.stride()[:2], *keys.stride()[:2], *lse.stride())
 
 
 @triton.jit

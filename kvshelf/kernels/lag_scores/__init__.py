@@ -1,4 +1,5 @@
-"""How unusual each token of a partition is in the scale of the partition that follows it, or in its own."""
+"""How unusual each token of a partition is on the scale of the partition that follows it, or on the scale of its own
+partition."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Equations 7 to 11 with torch's own operations, a few partitions at a time so that each pass but the first finds them
-in the cache."""
+"""Equations 7 to 11 with torch's own operations, a few partitions at a time, so that every pass but the first reads
+them from the cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ many pay more for the calls."""
 
 
 def lag_scores(keys: Tensor, values: Tensor, lag: int, own_scale: bool, value_weight: float) -> Tensor:
-    """See `kvshelf.kernels.lag_scores`."""
     scores = keys.new_zeros(keys.shape[0], keys.shape[1] // lag - 1, lag, dtype=torch.float32)
     for states, weight in ((keys, 1.0), (values, value_weight)):
         _add_scores(scores, states.reshape(states.shape[0], -1, lag, states.shape[2]), own_scale, weight)

@@ -26,11 +26,10 @@ _TILE = 4096
 """Elements of a tile."""
 
 _FEWEST_CHANNELS = 8
-"""Of a tile: 16 bytes of bf16 a token. With fewer, long partitions would read each 32-byte sector many times."""
+"""16 bytes of bf16 a token. With fewer channels a tile, long partitions would read each 32-byte sector many times."""
 
 
 def lag_scores(keys: Tensor, values: Tensor, lag: int, own_scale: bool, value_weight: float) -> Tensor:
-    """See `kvshelf.kernels.lag_scores`."""
     heads, tokens, _ = keys.shape
     scores = keys.new_empty(heads, tokens // lag - 1, lag, dtype=torch.float32)
     if scores.numel() == 0:
@@ -79,12 +78,12 @@ def _unusual(
         channels = first + tl.arange(0, BLOCK_DIM)
         inside = (tokens < LAG)[:, None] & (channels < DIM)[None, :]
         rows = tokens[:, None].to(tl.int64)
-        own = tl.load(states + rows * stride + channels[None, :], mask=inside, other=0.0).to(tl.float32)
+        tile = tl.load(states + rows * stride + channels[None, :], mask=inside, other=0.0).to(tl.float32)
         if OWN_SCALE:
-            scale = own
+            scale = tile
         else:
             scale = tl.load(states + (rows + LAG) * stride + channels[None, :], mask=inside, other=0.0).to(tl.float32)
-        normalized = tl.where(inside, _normalized(own, scale, inside), 0.0)
+        normalized = tl.where(inside, _normalized(tile, scale, inside), 0.0)
         count = tl.minimum(BLOCK_DIM, DIM - first)
         part_mean = tl.sum(normalized, axis=1) / count
         centered = tl.where(inside, normalized - part_mean[:, None], 0.0)
@@ -98,11 +97,11 @@ def _unusual(
 
 
 @triton.jit
-def _normalized(own, scale, inside):
+def _normalized(tile, scale, inside):
     """Equations 7 to 9. Minima and maxima ignore NaN, so a channel with a NaN is marked separately."""
     number = scale == scale
     low = tl.min(tl.where(inside & number, scale, float("inf")), axis=0)
     high = tl.max(tl.where(inside & number, scale, float("-inf")), axis=0)
     spread = tl.where(high > low, high - low, 1e-6)
     spread = tl.where(tl.min(number.to(tl.int32), axis=0) == 1, spread, float("nan"))
-    return (own - low[None, :]) / spread[None, :]
+    return (tile - low[None, :]) / spread[None, :]

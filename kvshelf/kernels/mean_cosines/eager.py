@@ -11,7 +11,6 @@ from torch import Tensor
 
 
 def mean_cosines(states: Tensor) -> Tensor:
-    """See `kvshelf.kernels.mean_cosines`."""
     rows = states.float()  # [heads, N, D]
     inverse_norms = torch.linalg.vector_norm(rows, dim=-1).clamp_min_(1e-12).reciprocal_()  # [heads, N]
     axis = F.normalize(torch.bmm(inverse_norms.unsqueeze(1), rows), dim=-1)  # [heads, 1, D]

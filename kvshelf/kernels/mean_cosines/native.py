@@ -17,7 +17,6 @@ _MOST_DIM = 256
 
 
 def mean_cosines(states: Tensor) -> Tensor:
-    """See `kvshelf.kernels.mean_cosines`."""
     heads, num_rows, dim = states.shape
     if states.dtype not in TYPES or dim > _MOST_DIM:
         return eager.mean_cosines(states)

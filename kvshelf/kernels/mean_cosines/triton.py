@@ -17,7 +17,6 @@ _BLOCK_ROWS = 256
 
 
 def mean_cosines(states: Tensor) -> Tensor:
-    """See `kvshelf.kernels.mean_cosines`."""
     heads, num_rows, dim = states.shape
     width = triton.next_power_of_2(dim)
     rows = min(_BLOCK_ROWS, rows_of_tile(width))  # a tile lies within its block

@@ -23,7 +23,6 @@ def nearest_pair(
     token_counts: Sequence[int],
     center_counts: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """See `kvshelf.kernels.merge`."""
     similarity = keys.new_full(keys.shape[:1], -torch.inf, dtype=torch.float32)
     index = torch.full(keys.shape[:1], -1, dtype=torch.int64, device=keys.device)
     first_token = first_center = 0
@@ -31,8 +30,8 @@ def nearest_pair(
         tokens = slice(first_token, first_token + num_tokens)
         centers = slice(first_center, first_center + num_centers)
         if num_centers:
-            own = center_keys[centers], center_values[centers]
-            similarity[tokens], place = _nearest_of_head(keys[tokens], values[tokens], *own)
+            states = keys[tokens], values[tokens], center_keys[centers], center_values[centers]
+            similarity[tokens], place = _nearest_of_head(*states)
             index[tokens] = place + first_center
         first_token, first_center = tokens.stop, centers.stop
     return similarity, index
@@ -53,16 +52,12 @@ def _nearest_of_head(keys: Tensor, values: Tensor, center_keys: Tensor, center_v
         cosines = product[:, :num_centers]
         torch.matmul(_unit(keys[block]), center_keys_t, out=cosines)
         cosines *= torch.matmul(_unit(values[block]), center_values_t)
-        similarity[block], index[block] = _first_largest(product.view(-1, groups, _GROUP))
+        # torch finds an index seven times slower than a value: it is searched only in the group of the largest value.
+        grouped = product.view(-1, groups, _GROUP)
+        group = grouped.amax(dim=2).max(dim=1).indices
+        similarity[block], place = grouped[torch.arange(len(grouped), device=keys.device), group].max(dim=1)
+        index[block] = group * _GROUP + place
     return similarity, index
-
-
-def _first_largest(products: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest value of each row of `[R, groups, _GROUP]` and its index; of equal values the first. torch finds an
-    index seven times slower than a value, so the index is searched only in the group with the largest value."""
-    group = products.amax(dim=2).max(dim=1).indices
-    largest, place = products[torch.arange(products.shape[0], device=products.device), group].max(dim=1)
-    return largest, group * _GROUP + place
 
 
 def merge_weighted(

@@ -42,7 +42,6 @@ def nearest_pair(
     token_counts: Sequence[int],
     center_counts: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """See `kvshelf.kernels.merge`."""
     similarity = keys.new_empty(keys.shape[0], dtype=torch.float32)
     index = torch.empty(keys.shape[0], dtype=torch.int64, device=keys.device)
     if keys.shape[0] == 0:
@@ -116,17 +115,17 @@ def _nearest_pair(
     last_center = tl.where(tl.max(inside.to(tl.int32), axis=0) == 1, last_center, first_center)
     for start in range(first_center, last_center, CENTERS):
         centers = start + tl.arange(0, CENTERS)
-        there = centers < last_center
-        block_keys = load_rows(center_keys, center_key_stride, centers, there, DIM, BLOCK_DIM, UPCAST)
-        block_values = load_rows(center_values, center_value_stride, centers, there, VALUE_DIM, BLOCK_VALUE_DIM, UPCAST)
-        key_inverse = tl.load(inverse + centers, mask=there, other=0.0)
-        value_inverse = tl.load(inverse + num_centers + centers, mask=there, other=0.0)
+        live = centers < last_center
+        block_keys = load_rows(center_keys, center_key_stride, centers, live, DIM, BLOCK_DIM, UPCAST)
+        block_values = load_rows(center_values, center_value_stride, centers, live, VALUE_DIM, BLOCK_VALUE_DIM, UPCAST)
+        key_inverse = tl.load(inverse + centers, mask=live, other=0.0)
+        value_inverse = tl.load(inverse + num_centers + centers, mask=live, other=0.0)
         along_keys = tl.dot(token_keys, tl.trans(block_keys), input_precision="ieee") * key_inverse[None, :]
         along_values = tl.dot(token_values, tl.trans(block_values), input_precision="ieee") * value_inverse[None, :]
         products = along_keys * along_values
         # NaN is held as infinity until the end, because a comparison would ignore NaN.
         products = tl.where(products == products, products, float("inf"))
-        products = tl.where(there[None, :], products, float("-inf"))
+        products = tl.where(live[None, :], products, float("-inf"))
         block_largest, block_place = tl.max(products, axis=1, return_indices=True)
         place = tl.where(block_largest > largest, start + block_place, place)
         largest = tl.maximum(largest, block_largest)
@@ -148,7 +147,6 @@ def _inverse(states):
 def merge_weighted(
     keys: Tensor, values: Tensor, weights: Tensor, classes: Tensor, num_classes: int
 ) -> tuple[Tensor, Tensor]:
-    """See `kvshelf.kernels.merge`."""
     directions = keys.new_empty(num_classes, keys.shape[1], dtype=torch.float32)
     means = values.new_empty(num_classes, values.shape[1], dtype=torch.float32)
     if num_classes == 0:

@@ -2,7 +2,7 @@
 
     out_t = softmax(scale * q_t [prefix_keys; suffix_keys_<=t]^T) [prefix_values; suffix_values_<=t]
 
-(and with what `LogitRules` says beside the scale) computed over each of the two parts separately and combined by
+and by the other rules of `LogitRules`. It is computed over each of the two parts separately and combined by
 log-sum-exp, so that prefixes are read in place: nothing is padded, copied or repeated.
 """
 
@@ -60,8 +60,8 @@ def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, rules: Logit
     """
     form = implementation("prefix_attention", queries.device)
     attend = getattr(form, "causal_attention", eager.causal_attention)  # two forms are for prefixes alone
-    found: tuple[Tensor, Tensor] = attend(queries, keys, values, rules)
-    return found
+    results: tuple[Tensor, Tensor] = attend(queries, keys, values, rules)
+    return results
 
 
 def attention_by_document(
@@ -71,14 +71,14 @@ def attention_by_document(
     layout: BatchLayout,
     rules: LogitRules,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of tokens that all see several documents, and how much of it goes to each document.
+    """Attention of tokens that all see several documents, and each document's share of it.
 
     queries: `[N, q_heads, D]`. documents: the prefixes of each, all visible to every token: the rules have no window
     and no chunk. suffixes and layout as in `prefix_attention`. Returns the output `[N, q_heads, Dv]` in the dtype of
     the queries and masses `[documents, N, q_heads]` fp32, which add up to 1 with those of suffix and sinks.
 
-    Bytes and FLOPs are those of `prefix_attention`, but that it writes N * q_heads * Dv numbers for each document. On a
-    GPU it is made of torch's operations.
+    Bytes and FLOPs are those of `prefix_attention`, and N * q_heads * Dv numbers written for each document. On a GPU
+    torch's operations compute it.
     """
     form = implementation("prefix_attention", queries.device)
     over_prefixes = getattr(form, "attend_shares", eager.attend_shares)  # two forms give no log-sum-exps
@@ -104,10 +104,10 @@ def prefix_attention(
     attended to, but must be finite. Query head h reads KV head h // (q_heads // kv_heads). Returns `[N, q_heads, Dv]`
     in the dtype of the queries; logits and sums in fp32. Raises `InvalidTensor` for other shapes.
 
-    weights: where given, for each of `layout.suffixes` `[rows, q_heads, capacity]` fp32, or None. Rows that `asked`
-    names are told there what share of its attention, to prefixes, suffix and sinks together, their new token gave to
-    each of their suffix's tokens, and a prefix with `weights` what the one token of its share gave to it; what stands
-    elsewhere nobody reads. The rules have no window and no chunk then.
+    weights: where given, for each of `layout.suffixes` `[rows, q_heads, capacity]` fp32, or None. There the `observed`
+    rows get the weights that their new token gave to each token of their suffix, of its attention to prefixes, suffix
+    and sinks together. A prefix with `weights` gets those that the one token of its share gave to its entries. Nobody
+    reads the other rows. The rules have no window and no chunk then.
 
     Bytes: every prefix once per share, whatever the number of its tokens, every suffix once. FLOPs: 2 * N * q_heads *
     (K + S) * (D + Dv) for plain prefixes; `prefixes.py` says what the other kinds cost. Share of the limit on a GPU:
@@ -115,8 +115,8 @@ def prefix_attention(
     reach half that rate. A quantized prefix takes 1 to 1.5 times as long as a plain one; with torch's, 4 to 7 times.
     """
     keys, values = suffixes[0]
-    given = {"queries": queries, "keys": keys, "values": values}
-    require_states("prefix_attention", {"queries": 3, "keys": 4, "values": 4}, **given)
+    states = {"queries": queries, "keys": keys, "values": values}
+    require_states("prefix_attention", {"queries": 3, "keys": 4, "values": 4}, **states)
     require(
         queries.shape[0] == layout.num_tokens
         and queries.shape[1] % keys.shape[1] == 0
@@ -132,17 +132,16 @@ def prefix_attention(
         "prefix_attention",
         f"queries must be [N, q_heads, D] and suffixes [rows, kv_heads, capacity, D] of a batch of {layout.num_tokens} "
         f"tokens in {len(layout.shares)} shares and {len(layout.suffixes)} suffixes",
-        **given,
+        **states,
     )
-    asking = {"weights": weights} if weights else {}
     pairs = zip(layout.suffixes, suffixes, strict=True)
     hiding = [(rows, rows.hidden.shape, k.shape[:3]) for rows, (k, _) in pairs if rows.hidden is not None]
     require(
-        all(shape == own and len(set(rows.lengths)) == 1 and not any(rows.asked) for rows, shape, own in hiding),
+        all(shape == size and len(set(rows.lengths)) == 1 and not any(rows.observed) for rows, shape, size in hiding),
         "prefix_attention",
         "hidden tokens must be [rows, kv_heads, capacity], of rows of one length of which none asks for its weights",
-        **given,
+        **states,
     )
     form = eager if hiding else implementation("prefix_attention", queries.device)
-    out: Tensor = form.prefix_attention(queries, prefixes, suffixes, layout, rules, **asking)
+    out: Tensor = form.prefix_attention(queries, prefixes, suffixes, layout, rules, weights=weights)
     return out.to(queries.dtype)

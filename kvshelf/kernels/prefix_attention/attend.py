@@ -1,4 +1,4 @@
-"""One softmax attention that also returns its log-sum-exp, and the sum of two of them."""
+"""Softmax attention with its log-sum-exp, and the union of two such attentions."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ def capped(logits: Tensor, rules: LogitRules) -> Tensor:
 
 
 def attention_weights(queries: Tensor, keys: Tensor, lse: Tensor, rules: LogitRules) -> Tensor:
-    """The weights that tokens gave to some of the keys that they attended to, made again from the log-sum-exps.
+    """The weights that tokens gave to some of their keys, computed again from the log-sum-exps.
 
-    queries: `[rows, q_heads, D]`, a token each, keys: `[rows, kv_heads, K, D]`, lse: `[rows, q_heads]` fp32, of all
-    that the token attended to, sinks included. Returns `[rows, q_heads, K]` fp32. Bytes: the keys once. FLOPs: 2 * rows
-    * q_heads * K * D.
+    queries: `[rows, q_heads, D]`, a token each, keys: `[rows, kv_heads, K, D]`, lse: `[rows, q_heads]` fp32, over all
+    keys of the token and the sinks. Returns `[rows, q_heads, K]` fp32. Bytes: the keys once. FLOPs: 2 * rows * q_heads
+    * K * D.
     """
     grouped = queries.reshape(*keys.shape[:2], -1, keys.shape[3]).float() * rules.scale  # [rows, kv_heads, group, D]
     logits = capped(torch.matmul(grouped, keys.float().transpose(2, 3)), rules)

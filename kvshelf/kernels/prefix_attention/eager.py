@@ -31,6 +31,7 @@ from kvshelf.kernels.prefix_attention.prefixes import (
     StackedPrefix,
     StreamedPrefix,
     SuffixRows,
+    additive,
     channels_of,
     choices_of,
     telling,
@@ -43,27 +44,20 @@ _ROWS_PER_BLOCK = 1024
 _QUERIES_PER_BLOCK = 512
 """Longer questions attend to their own suffix in blocks of rows, so that the causal mask stays small."""
 
-
 _ROWS_OF_DOCUMENTS = 2048
-"""Rows of results at once where a question reads several documents: a call for many short ones, or for a few."""
+"""Most rows of results at once where a question reads several documents."""
 
 AttendShares = Callable[[Tensor, Sequence[Sequence[Prefix]], int, BatchLayout, LogitRules], tuple[Tensor, Tensor]]
 """`attend_shares` below, or another form of it."""
 
 
 def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, rules: LogitRules) -> tuple[Tensor, Tensor]:
-    """See `kvshelf.kernels.prefix_attention.causal_attention`."""
-    if not rules.plain:
-        return _causal_by_rules(queries, keys, values, rules)
-    group = queries.shape[1] // keys.shape[1]
-    keys, values = (states.repeat_interleave(group, dim=1) for states in (keys, values))
-    out, lse = CPU_ATTENTION(queries, keys, values, 0.0, True, attn_mask=None, scale=rules.scale)
-    return out, lse
-
-
-def _causal_by_rules(queries: Tensor, keys: Tensor, values: Tensor, rules: LogitRules) -> tuple[Tensor, Tensor]:
-    """As suffixes without a prefix."""
     batch, q_heads, tokens, dim = queries.shape
+    if rules.plain:
+        keys, values = (states.repeat_interleave(q_heads // keys.shape[1], dim=1) for states in (keys, values))
+        out, lse = CPU_ATTENTION(queries, keys, values, 0.0, True, attn_mask=None, scale=rules.scale)
+        return out, lse
+    # By the other rules: as suffixes without a prefix.
     rows = SuffixRows((keys.shape[2],) * batch, tuple(range(0, batch * tokens, tokens)), tokens)
     layout = BatchLayout((batch * tokens,), (rows,), queries.device, (0,))
     grouped = queries.transpose(1, 2).reshape(batch * tokens, keys.shape[1], -1, dim)
@@ -73,7 +67,7 @@ def _causal_by_rules(queries: Tensor, keys: Tensor, values: Tensor, rules: Logit
 
 
 def with_sinks(out: Tensor, lse: Tensor, rules: LogitRules) -> tuple[Tensor, Tensor]:
-    """Output `[N, kv_heads, group, Dv]` and log-sum-exps once the sinks have their part."""
+    """Output `[N, kv_heads, group, Dv]` and log-sum-exps with the sinks' part of the mass."""
     if rules.sinks is None:
         return out, lse
     sinks = rules.sinks.view(lse.shape[1:])
@@ -109,7 +103,7 @@ def attend_by_document(
     layout: BatchLayout,
     rules: LogitRules,
 ) -> tuple[Tensor, Tensor]:
-    """See `kvshelf.kernels.prefix_attention.attention_by_document`. Each document is a share of the same tokens."""
+    """`kvshelf.kernels.prefix_attention.attention_by_document`. Each document is a share of the same tokens."""
     num_tokens, q_heads, dim = queries.shape
     kv_heads, value_dim = suffixes[0][1].shape[1], suffixes[0][1].shape[3]
     grouped = queries.reshape(num_tokens, kv_heads, -1, dim)  # [N, kv_heads, group, D]
@@ -119,10 +113,10 @@ def attend_by_document(
     for first in range(0, len(documents), at_once):
         some = documents[first : first + at_once]
         shares = BatchLayout((num_tokens,) * len(some), (), layout.device)
-        found = over_prefixes(grouped.repeat(len(some), 1, 1, 1), some, value_dim, shares, rules)
-        for own_out, own_lse in zip(*(torch.split(each, num_tokens) for each in found), strict=True):
-            out, lse = combine(out, lse, own_out, own_lse)
-            lses.append(own_lse)
+        outs, of_documents = over_prefixes(grouped.repeat(len(some), 1, 1, 1), some, value_dim, shares, rules)
+        lses += torch.split(of_documents, num_tokens)
+        for part, part_lse in zip(torch.split(outs, num_tokens), lses[first:], strict=True):
+            out, lse = combine(out, lse, part, part_lse)
     out, lse = with_sinks(out, lse, rules)
     masses = torch.stack(lses).sub_(lse).exp_()  # [documents, N, kv_heads, group]
     return out.reshape(num_tokens, q_heads, value_dim), masses.flatten(2)
@@ -134,12 +128,13 @@ def attend_shares(
     """Attention of each share's tokens over its prefixes: `[N, kv_heads, group, Dv]` and `[N, kv_heads, group]`.
     queries: `[N, kv_heads, group, D]`."""
     rows = torch.split(queries, list(layout.shares))
-    found = [
-        attend_share(own, parts, value_dim, rules.of(slice(end - len(own), end)))
-        for own, parts, end in zip(rows, prefixes, layout.share_ends, strict=True)
+    results = [
+        attend_share(tokens, parts, value_dim, rules.of(slice(end - len(tokens), end)))
+        for tokens, parts, end in zip(rows, prefixes, layout.share_ends, strict=True)
     ]
-    outs, lses = [out for out, _ in found], [lse for _, lse in found]
-    return found[0] if len(found) == 1 else (torch.cat(outs), torch.cat(lses))
+    if len(results) == 1:
+        return results[0]
+    return torch.cat([out for out, _ in results]), torch.cat([lse for _, lse in results])
 
 
 def prefix_attention(
@@ -150,7 +145,6 @@ def prefix_attention(
     rules: LogitRules,
     weights: Sequence[Tensor | None] = (),
 ) -> Tensor:
-    """See `kvshelf.kernels.prefix_attention.prefix_attention`."""
     out, lse = attend_both(attend_shares, queries, prefixes, suffixes, layout, rules)
     tell_weights(queries, prefixes, suffixes, layout, rules, lse, weights)
     return out
@@ -165,14 +159,13 @@ def tell_weights(
     lse: Tensor,
     weights: Sequence[Tensor | None],
 ) -> None:
-    """Fill the weights of the rows that ask for theirs, and of those beside them. lse: `[N, q_heads]`, of the whole
+    """Fill the weights of the observed rows, and of the others beside them. lse: `[N, q_heads]`, of the whole
     attention."""
     for i, (into, rows, (keys, _)) in enumerate(zip(weights, layout.suffixes, suffixes, strict=False)):
         if into is not None:
-            own, longest = layout.gathers[i], max(rows.lengths)
-            of_rows = (tensor if own is None else tensor.index_select(0, own) for tensor in (queries, lse))
-            of_queries, of_lse = of_rows
-            into[:, :, :longest] = attention_weights(of_queries, keys[:, :, :longest], of_lse, rules)
+            tokens, longest = layout.gathers[i], max(rows.lengths)
+            of_rows, of_lse = (x if tokens is None else x.index_select(0, tokens) for x in (queries, lse))
+            into[:, :, :longest] = attention_weights(of_rows, keys[:, :, :longest], of_lse, rules)
     if weights:
         tell_prefixes(queries, prefixes, layout, rules, lse)
 
@@ -180,13 +173,13 @@ def tell_weights(
 def tell_prefixes(
     queries: Tensor, prefixes: Sequence[Sequence[Prefix]], layout: BatchLayout, rules: LogitRules, lse: Tensor
 ) -> None:
-    """Tell the weights of the prefixes that have a place for theirs. lse: `[N, q_heads]`, of the whole attention."""
+    """Fill the weights of the prefixes that take some. lse: `[N, q_heads]`, of the whole attention."""
     for parts, end in zip(prefixes, layout.share_ends, strict=True):
         for part in telling(parts):
             assert part.weights is not None
             assert part.stacked is not None, "as many in each head"
-            own = slice(end - 1, end)
-            (by_head,) = attention_weights(queries[own], part.stacked.keys[None], lse[own], rules)
+            token = slice(end - 1, end)
+            (by_head,) = attention_weights(queries[token], part.stacked.keys[None], lse[token], rules)
             part.weights.of_token = by_head.view(len(part.lengths), -1, by_head.shape[1])
 
 
@@ -230,7 +223,11 @@ def attend_prefix(rows: Tensor, prefix: Prefix, rules: LogitRules) -> tuple[Tens
     stacked = prefix.stacked if isinstance(prefix, PackedPrefix) else prefix
     if isinstance(stacked, StackedPrefix):
         keys, values = stacked.batched
-        return attend(rows, keys, values, rules, _hidden(rules, keys.shape[2]))
+        mask = None
+        if rules.since is not None:
+            before = torch.arange(-keys.shape[2], 0, device=keys.device) < rules.since.unsqueeze(1)  # [R, K]
+            mask = additive(before)[None, None]
+        return attend(rows, keys, values, rules, mask)
     assert rules.since is None, "the last tokens of a document are one plain prefix"
     match prefix:
         case PackedPrefix(lengths=lengths):
@@ -239,18 +236,10 @@ def attend_prefix(rows: Tensor, prefix: Prefix, rules: LogitRules) -> tuple[Tens
             blocks = [partial(prefix.block, h) for h in range(len(lengths))]
             heads = [_attend_blocks(rows[0, h], block, lengths[h], rules) for h, block in enumerate(blocks)]
         case SelectedPrefix():
-            heads = [_attend_selected(rows[0, h], *prefix.head(h), rules) for h in range(len(prefix.lengths))]
+            heads = [_attend_head(rows[0, h], *prefix.head(h), rules) for h in range(len(prefix.lengths))]
         case MergedPrefix():
             heads = [_attend_merged(rows[0, h], *head, rules) for h, head in enumerate(prefix.heads)]
     return torch.stack([out.float() for out, _ in heads]).unsqueeze(0), torch.stack([lse for _, lse in heads])[None]
-
-
-def _hidden(rules: LogitRules, length: int) -> Tensor | None:
-    """0 where a row of a prefix sees a key and -inf where not, `[1, 1, R, length]`; `rules.since` is of the rows."""
-    if rules.since is None:
-        return None
-    before = torch.arange(-length, 0, device=rules.since.device) < rules.since.unsqueeze(1)
-    return torch.zeros(before.shape, device=before.device).masked_fill_(before, -torch.inf)[None, None]
 
 
 def _attend_packed(
@@ -270,13 +259,6 @@ def _attend_blocks(
         more = block(start, min(start + _ROWS_PER_BLOCK, length))
         out, lse = combine(out, lse, *_attend_head(rows, *more, rules))
     return out, lse
-
-
-def _attend_selected(rows: Tensor, keys: Tensor, values: Tensor, rules: LogitRules) -> tuple[Tensor, Tensor]:
-    """A head of which nothing is chosen has no mass."""
-    if len(keys):
-        return _attend_head(rows, keys, values, rules)
-    return rows.new_zeros(len(rows), values.shape[1]), rows.new_full((len(rows),), -torch.inf, dtype=torch.float32)
 
 
 def _attend_merged(
@@ -308,7 +290,7 @@ def _attend_suffixes(
     outs, lses = [], []
     for i, (rows, (keys, values)) in enumerate(zip(layout.suffixes, suffixes, strict=True)):
         gather = layout.gathers[i]
-        own = queries if gather is None else queries.index_select(0, gather)
+        tokens = queries if gather is None else queries.index_select(0, gather)
         longest = max(rows.lengths)
         keys, values = keys[:, :, :longest], values[:, :, :longest]
         of_rows = rules
@@ -316,25 +298,19 @@ def _attend_suffixes(
             since = rules.since if gather is None else rules.since.index_select(0, gather)
             of_rows = replace(rules, since=since.view(len(rows.first), rows.new))
         if rows.new == 1 and rows.hidden is None:
-            mask = _with_begin(layout.length_masks[i], of_rows, longest)
-            out, lse = attend(own, keys, values, of_rows, mask)
+            mask = layout.length_masks[i]
+            if of_rows.since is not None:
+                before = additive(torch.arange(longest, device=keys.device) < of_rows.since)[:, None, None]
+                mask = before if mask is None else before + mask
+            out, lse = attend(tokens, keys, values, of_rows, mask)
         else:
-            out, lse = _attend_causal(own, keys, values, rows, of_rows)
+            out, lse = _attend_causal(tokens, keys, values, rows, of_rows)
         outs.append(out)
         lses.append(lse)
     out, lse = (outs[0], lses[0]) if len(outs) == 1 else (torch.cat(outs), torch.cat(lses))
     if layout.scatter is not None:
         out, lse = out.index_select(0, layout.scatter), lse.index_select(0, layout.scatter)
     return out, lse
-
-
-def _with_begin(mask: Tensor | None, rules: LogitRules, length: int) -> Tensor | None:
-    """A mask `[rows, 1, 1, length]` that also hides what lies before `rules.since` `[rows, 1]`."""
-    if rules.since is None:
-        return mask
-    before = torch.arange(length, device=rules.since.device) < rules.since  # [rows, length]
-    made = torch.zeros(before.shape, device=before.device).masked_fill_(before, -torch.inf)[:, None, None]
-    return made if mask is None else made + mask
 
 
 def _attend_causal(
@@ -347,11 +323,13 @@ def _attend_causal(
     _, kv_heads, group, dim = queries.shape
     num_rows, new = len(rows.first), rows.new
     visible = rows.lengths[0] - new
-    own = queries.view(num_rows, new, kv_heads, group, dim).permute(0, 2, 3, 1, 4)  # [rows, kv_heads, group, new, D]
+    by_head = queries.view(num_rows, new, kv_heads, group, dim).permute(
+        0, 2, 3, 1, 4
+    )  # [rows, kv_heads, group, new, D]
     outs, lses, done = [], [], 0
     # Where tokens are hidden, the mask is another one in each head.
     most = rows_per_block(num_rows * kv_heads * group * rows.lengths[0]) if rows.hidden is not None else new
-    for block in torch.split(own, min(_QUERIES_PER_BLOCK, most), dim=3):
+    for block in torch.split(by_head, min(_QUERIES_PER_BLOCK, most), dim=3):
         count = block.shape[3]
         visible += count
         future = torch.ones(count, visible, dtype=torch.bool, device=keys.device).triu_(visible - count + 1)
@@ -362,7 +340,7 @@ def _attend_causal(
         if rows.hidden is not None:
             before = torch.ones_like(future).tril_(visible - count - 1)
             hidden = hidden | (rows.hidden[:, :, None, :visible] & before)
-        mask = torch.zeros(hidden.shape, device=keys.device).masked_fill_(hidden, -torch.inf).repeat(1, 1, group, 1)
+        mask = additive(hidden).repeat(1, 1, group, 1)
         flat = block.reshape(num_rows, kv_heads, group * count, dim)
         out, lse = attend(flat, keys[:, :, :visible], values[:, :, :visible], rules, mask)
         done += count

@@ -492,7 +492,7 @@ typedef struct {
 
 /* Suffixes that lie in one pair of tensors [rows, kv_heads, capacity, D]. strides: elements, of keys and then of values,
    but the last. table: [rows, 2], the first token of each, or -1, and how long its suffix is, with its `new` tokens.
-   weights: [rows, kv_heads, group, step], where the rows that `asked` names are told what their one new token gave to
+   weights: [rows, kv_heads, group, step], where the `observed` rows get the weights that their one new token gave to
    each key; 0: none is. Such rows see all of their suffix. */
 typedef struct {
     char *keys, *values;
@@ -501,7 +501,7 @@ typedef struct {
     int64_t rows, new;
     float *weights;
     int64_t step;
-    const int32_t *asked;
+    const int32_t *observed;
 } Suffixes;
 
 /* The attention of one layer: over prefixes, whose runs leave results in `outs` and `lses` until they are united; then
@@ -641,7 +641,7 @@ static void attend_suffix(const Attention *a, const Suffixes *s, int64_t i) {
     run.end = limit_of(&call, &run, run.rows - 1);
     const Run seen = seen_of(&call, run);
     attend(&call, &seen, all <= FEW_ROWS);
-    if (s->weights && s->asked[row])
+    if (s->weights && s->observed[row])
         weigh(&call, &run, s->weights + ((row * a->kv_heads + head) * a->group + begin) * s->step, s->step);
 }
 

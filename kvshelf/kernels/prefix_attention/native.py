@@ -1,12 +1,12 @@
-"""Prefix attention in C over prefixes, quantized or not, and suffixes: for the few rows of a decode step, and
-for the many rows of a question; in bf16 these are torch's where the processor has AMX.
+"""Prefix attention in C, over prefixes, quantized or not, and suffixes, for the few rows of a decode step and the many
+rows of a question. Torch computes many rows in bf16 where the processor has AMX.
 
 With few rows bandwidth is the limit, and torch's attention reaches half of it on a CPU (1.6 to 2 times the time for
 documents of 1024 entries, measured): it packs keys into blocks for products of matrices, once for each document. With
 many rows products are the limit; C makes them for all query heads of a KV head together. The softmax over a suffix
-continues that over the prefixes, so that nothing is masked, gathered or combined after. C dequantizes 32 rows at a
-time, in the L1 cache; torch's operations write 1,024 dequantized rows several times over. Of a merged prefix a class is
-multiplied once, and its slots make one logit of it. Streamed prefixes are computed as in `eager`.
+continues the one over the prefixes, so that nothing is masked, gathered or combined afterwards. C dequantizes 32 rows
+at a time, in the L1 cache; torch's operations write 1,024 dequantized rows several times over. A class of a merged
+prefix is multiplied once, and its slots make one logit of it. `eager` computes streamed prefixes.
 """
 
 from __future__ import annotations
@@ -19,18 +19,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from kvshelf.kernels.choose import Choice
 from kvshelf.kernels.choose import native as choosing
-from kvshelf.kernels.native import (
-    FEW_ROWS,
-    LANES,
-    TYPES,
-    WIDTHS,
-    Bf16Products,
-    Part,
-    bf16_products,
-    run_parts,
-)
+from kvshelf.kernels.native import FEW_ROWS, LANES, TYPES, WIDTHS, Bf16Products, Part, bf16_products, run_parts
 from kvshelf.kernels.prefix_attention import eager
 from kvshelf.kernels.prefix_attention.prefixes import (
     BatchLayout,
@@ -47,10 +37,10 @@ from kvshelf.kernels.prefix_attention.work import Setting, TabledPrefix, work_of
 from kvshelf.kernels.quantize.rows import QuantizedRows, Rows
 
 _RUNS = 8
-"""Runs for each thread, where entries are enough, so that no thread waits long for another's last one."""
+"""Runs for each thread, where entries are enough, so that no thread waits long for the last run of another."""
 
 _ITEMSIZE = torch.float32.itemsize
-"""Of queries in registers, whatever their dtype."""
+"""Bytes of an element of the queries in registers, whatever their dtype."""
 
 _LEAST_RUN = 512
 """Fewest entries of a run, so that a run writes far fewer bytes than it reads."""
@@ -64,17 +54,16 @@ def prefix_attention(
     rules: LogitRules,
     weights: Sequence[Tensor | None] = (),
 ) -> Tensor:
-    """See `kvshelf.kernels.prefix_attention.prefix_attention`."""
     num_tokens, q_heads, dim = queries.shape
     rules = rules.within(layout)
     grouped = queries.reshape(num_tokens, suffixes[0][0].shape[1], -1, dim)  # [N, kv_heads, group, D]
     if not _takes_all(grouped, suffixes, layout):
-        made, lse = eager.attend_both(attend_shares, queries, prefixes, suffixes, layout, rules)
+        out, lse = eager.attend_both(attend_shares, queries, prefixes, suffixes, layout, rules)
         eager.tell_weights(queries, prefixes, suffixes, layout, rules, lse, weights)
-        return made
+        return out
     grouped = grouped.contiguous()
-    if all(_ours(grouped, prefixes, layout)):
-        out, lse = _room_for(grouped)
+    if all(_computable(grouped, prefixes, layout)):
+        out, lse = torch.empty(grouped.shape), torch.empty(grouped.shape[:3])
         run_parts([_part(grouped, prefixes, suffixes, layout, rules, (out, lse), weights)])
     else:
         out, lse = attend_shares(grouped, prefixes, dim, layout, rules)
@@ -95,41 +84,35 @@ def attention_part(
     scratch: Scratch,
     weights: Sequence[Tensor | None] = (),
 ) -> Part | None:
-    """Attention of a batch that `run_parts` will run, which then also appends keys and values to the suffixes.
+    """The attention of a batch for `run_parts`, which then also appends keys and values to the suffixes.
 
     states: queries `[1, q_heads, N, D]`, keys and values `[1, kv_heads, N, D]`, in fp32 or bf16, the heads of a
-    token side by side, and those of all queries. out: `[N, q_heads, D]` fp32 contiguous. The rest as in
-    `prefix_attention`, but that the new tokens only have room in the suffixes. Until it has run, the caller keeps
-    all these tensors. None where C cannot attend to some of them, or tell the weights of a prefix.
+    token side by side, and those of all queries. out: `[N, q_heads, D]` fp32 contiguous. The other arguments are as in
+    `prefix_attention`, but that the suffixes only have room for the new tokens. Until the part has run, the caller
+    keeps all these tensors. None where C cannot attend to some of them, or fill the weights of a prefix.
     """
     if weights and any(map(telling, prefixes)):
         return None
-    queries, keys, values = (each[0].transpose(0, 1) for each in states)  # [N, heads, D]
+    queries, keys, values = (state[0].transpose(0, 1) for state in states)  # [N, heads, D]
     if not (queries.is_contiguous() and all(x[0].is_contiguous() and x.dtype == queries.dtype for x in (keys, values))):
         return None
     tokens, _, dim = queries.shape
     grouped = queries.view(tokens, keys.shape[1], -1, dim)
-    if not (_takes_all(grouped, suffixes, layout) and all(_ours(grouped, prefixes, layout))):
+    if not (_takes_all(grouped, suffixes, layout) and all(_computable(grouped, prefixes, layout))):
         return None
     rules = rules.within(layout)
-    found, held = _attention(queries.dtype, grouped.shape, prefixes, suffixes, layout, rules, scratch, weights)
-    found.queries, found.out = queries.data_ptr(), out.data_ptr()
-    (found.keys, found.key_step), (found.values, found.value_step) = (
-        (each.data_ptr(), each.stride(0)) for each in (keys, values)
-    )
-    return Part(0, ctypes.addressof(found), (found, held))
+    struct, references = _attention(queries.dtype, grouped.shape, prefixes, suffixes, layout, rules, scratch, weights)
+    struct.queries, struct.out = queries.data_ptr(), out.data_ptr()
+    struct.keys, struct.key_step = keys.data_ptr(), keys.stride(0)
+    struct.values, struct.value_step = values.data_ptr(), values.stride(0)
+    return Part(0, ctypes.addressof(struct), (struct, references))
 
 
 def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, rules: LogitRules) -> tuple[Tensor, Tensor]:
-    """See `kvshelf.kernels.prefix_attention.causal_attention`."""
     batch, q_heads, tokens, dim = queries.shape
     group = q_heads // keys.shape[1]
-    ours = (
-        batch == 1
-        and tokens == keys.shape[2]
-        and all(_takes(queries, states, tokens * group) for states in (keys, values))
-    )
-    if not ours:
+    takes_both = all(_takes(queries, states, tokens * group) for states in (keys, values))
+    if batch != 1 or tokens != keys.shape[2] or not takes_both:
         return eager.causal_attention(queries, keys, values, rules)
     grouped = queries[0].transpose(0, 1).reshape(tokens, -1, group, dim).contiguous()  # [T, kv_heads, group, D]
     out, lse = torch.zeros(grouped.shape), torch.full(grouped.shape[:3], -torch.inf)
@@ -147,11 +130,11 @@ def _takes_all(queries: Tensor, suffixes: Sequence[tuple[Tensor, Tensor]], layou
     )
 
 
-def _ours(queries: Tensor, prefixes: Sequence[Sequence[Prefix]], layout: BatchLayout) -> list[bool]:
+def _computable(queries: Tensor, prefixes: Sequence[Sequence[Prefix]], layout: BatchLayout) -> list[bool]:
     """Of each share, whether C can attend to its prefixes."""
     group = queries.shape[2]
     return [
-        bool(parts) and all(_is_ours(part, queries, count * group) for part in parts)
+        bool(parts) and all(_is_computable(part, queries, count * group) for part in parts)
         for parts, count in zip(prefixes, layout.shares, strict=True)
     ]
 
@@ -173,42 +156,37 @@ def _takes(queries: Tensor, states: Rows, rows: int = 1, dim: int | None = None)
 def attend_shares(
     queries: Tensor, prefixes: Sequence[Sequence[Prefix]], value_dim: int, layout: BatchLayout, rules: LogitRules
 ) -> tuple[Tensor, Tensor]:
-    """See `eager.attend_shares`. `eager` fills in the shares that C cannot compute."""
-    ours = _ours(queries, prefixes, layout)
-    if not any(ours):
+    """As `eager.attend_shares`, which computes the shares that C cannot."""
+    computable = _computable(queries, prefixes, layout)
+    if not any(computable):
         return eager.attend_shares(queries, prefixes, value_dim, layout, rules)
-    mine = [parts if own else () for parts, own in zip(prefixes, ours, strict=True)]
-    out, lse = _room_for(queries)
-    run_parts([_part(queries.contiguous(), mine, (), layout, rules, (out, lse))])
-    for own, parts, count, end in zip(ours, prefixes, layout.shares, layout.share_ends, strict=True):
-        if not own:
+    parts_of_c = [parts if by_c else () for parts, by_c in zip(prefixes, computable, strict=True)]
+    out, lse = torch.empty(queries.shape), torch.empty(queries.shape[:3])
+    run_parts([_part(queries.contiguous(), parts_of_c, (), layout, rules, (out, lse))])
+    for by_c, parts, count, end in zip(computable, prefixes, layout.shares, layout.share_ends, strict=True):
+        if not by_c:
             tokens = slice(end - count, end)
             out[tokens], lse[tokens] = eager.attend_share(queries[tokens], parts, value_dim, rules.of(tokens))
     return out, lse
 
 
-def _room_for(queries: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exps of queries `[N, kv_heads, group, D]`, fp32."""
-    return torch.empty(queries.shape), torch.empty(queries.shape[:3])
-
-
 _VERDICTS: WeakKeyDictionary[Prefix, dict[tuple[object, ...], bool]] = WeakKeyDictionary()
-"""What `_is_ours` said of each prefix: a step asks it of every document at every layer."""
+"""The results of `_is_computable` for each prefix: a step asks for that of every document at every layer."""
 
 
-def _is_ours(prefix: Prefix, queries: Tensor, rows: int) -> bool:
-    said, of = _VERDICTS.setdefault(prefix, {}), (queries.dtype, queries.shape[-1], rows <= FEW_ROWS)
-    if of not in said:
-        said[of] = _looked_at(prefix, queries, rows)
-    return said[of]
+def _is_computable(prefix: Prefix, queries: Tensor, rows: int) -> bool:
+    verdicts, key = _VERDICTS.setdefault(prefix, {}), (queries.dtype, queries.shape[-1], rows <= FEW_ROWS)
+    if key not in verdicts:
+        verdicts[key] = _examine(prefix, queries, rows)
+    return verdicts[key]
 
 
-def _looked_at(prefix: Prefix, queries: Tensor, rows: int) -> bool:
+def _examine(prefix: Prefix, queries: Tensor, rows: int) -> bool:
     if isinstance(prefix, TabledPrefix):
         return True
     if isinstance(prefix, SelectedPrefix):
         chosen = prefix.choice is None or choosing.takes(prefix.choice, queries.dtype)
-        return chosen and _is_ours(prefix.base, queries, rows)
+        return chosen and _is_computable(prefix.base, queries, rows)
     if isinstance(prefix, StreamedPrefix) or type(prefix.keys) is not type(prefix.values):
         return False
     dim = None if channels_of(prefix) is None else queries.shape[-1]  # pruned keys may have fewer
@@ -216,13 +194,14 @@ def _looked_at(prefix: Prefix, queries: Tensor, rows: int) -> bool:
 
 
 class Scratch:
-    """Memory for what attentions leave for themselves. Those that run one after the other may share it."""
+    """Memory for the intermediate results of attentions. Attentions that run one after the other may share it."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0)
 
     def room(self, *elements: int) -> tuple[object, list[int]]:
-        """Memory for so many numbers in fp32, to be held until it is no longer needed, and where each part begins."""
+        """Memory for parts of so many fp32 numbers, and the address of each part. The caller keeps it while it is
+        used."""
         if self._memory.numel() < sum(elements):
             self._memory = torch.empty(sum(elements))
         ends = accumulate(elements[:-1], initial=0)
@@ -242,7 +221,7 @@ class _Suffixes(ctypes.Structure):
     _fields_ = (
         ("keys", ctypes.c_void_p), ("values", ctypes.c_void_p), ("strides", ctypes.c_int64 * 6),
         ("table", ctypes.c_void_p), ("rows", ctypes.c_int64), ("new", ctypes.c_int64), ("weights", ctypes.c_void_p),
-        ("step", ctypes.c_int64), ("asked", ctypes.c_void_p),
+        ("step", ctypes.c_int64), ("observed", ctypes.c_void_p),
     )  # fmt: skip
 
 
@@ -268,12 +247,12 @@ def _part(
     results: tuple[Tensor, Tensor],
     weights: Sequence[Tensor | None] = (),
 ) -> Part:
-    """queries: `[N, kv_heads, group, D]` contiguous. results: output, as the queries, and log-sum-exps without D, both
-    fp32; without prefixes they hold what these gave."""
-    found, held = _attention(queries.dtype, queries.shape, prefixes, suffixes, layout, rules, Scratch(), weights)
-    found.queries = queries.data_ptr()
-    found.out, found.lse = (each.data_ptr() for each in results)
-    return Part(0, ctypes.addressof(found), (found, held, queries, results))
+    """queries: `[N, kv_heads, group, D]` contiguous. results: fp32 output in the shape of the queries, and log-sum-exps
+    without D; where `prefixes` is empty, they hold those of the prefixes already."""
+    struct, references = _attention(queries.dtype, queries.shape, prefixes, suffixes, layout, rules, Scratch(), weights)
+    struct.queries = queries.data_ptr()
+    struct.out, struct.lse = (result.data_ptr() for result in results)
+    return Part(0, ctypes.addressof(struct), (struct, references, queries, results))
 
 
 def _attention(
@@ -286,48 +265,44 @@ def _attention(
     scratch: Scratch,
     weights: Sequence[Tensor | None],
 ) -> tuple[_Attention, object]:
-    """Without queries and results but for the log-sum-exps, which are in the scratch; and what it points to. shape: of
-    the queries, `[N, kv_heads, group, D]`."""
+    """The struct of an attention, without the addresses of its queries and output, and the objects that it points to.
+    Its log-sum-exps are in the scratch. shape: of the queries, `[N, kv_heads, group, D]`."""
     tokens, kv_heads, group, dim = shape
-    found = _Attention(tokens=tokens, kv_heads=kv_heads, group=group, dim=dim, type=TYPES[dtype])
-    found.scale, found.softcap = rules.scale, rules.softcap
-    found.since, found.sinks = (0 if table is None else table.data_ptr() for table in (rules.since, rules.sinks))
-    held: list[object] = [layout, suffixes, rules]
+    struct = _Attention(tokens=tokens, kv_heads=kv_heads, group=group, dim=dim, type=TYPES[dtype])
+    struct.scale, struct.softcap = rules.scale, rules.softcap
+    struct.since, struct.sinks = (0 if table is None else table.data_ptr() for table in (rules.since, rules.sinks))
+    references: list[object] = [layout, suffixes, rules]
     lses, runs = tokens * kv_heads * group, 0
-    choices = _choices(prefixes, layout)
+    ends = zip(prefixes, layout.share_ends, strict=False)
+    choices = [(choice, end - 1) for parts, end in ends for choice in choices_of(parts)]  # each by one token
     if prefixes:
         setting = Setting(kv_heads, group, _ITEMSIZE, _RUNS * torch.get_num_threads(), _LEAST_RUN)
         table = work_of(prefixes, layout, setting)
-        found.shares, found.places = table.shares.data_ptr(), layout.tables[0].data_ptr()
+        struct.shares, struct.places = table.shares.data_ptr(), layout.tables[0].data_ptr()
         launches = (_Launch * len(table.launches))()
         for launch, (kind, items) in zip(launches, table.launches, strict=True):
             launch.items, launch.count, launch.merged = items.data_ptr(), len(items), kind.merged
             launch.keys[:], launch.values[:] = kind.keys[:5], kind.values[:5]
-        found.launches, found.num_launches = ctypes.addressof(launches), len(launches)
-        held += [table, launches]
+        struct.launches, struct.num_launches = ctypes.addressof(launches), len(launches)
+        references += [table, launches]
         runs = table.scratch_rows
     of_rows = (_Suffixes * len(suffixes))()
-    for each, rows, at, (k, v) in zip(of_rows, layout.suffixes, layout.tables[1], suffixes, strict=False):
-        each.keys, each.values, each.strides[:] = k.data_ptr(), v.data_ptr(), (*k.stride()[:3], *v.stride()[:3])
-        each.table, each.rows, each.new = at.data_ptr(), len(at), rows.new
-    for each, into, asked in zip(of_rows, weights, layout.asked, strict=False):
-        if into is not None and asked is not None:
-            each.weights, each.step, each.asked = into.data_ptr(), into.shape[2], asked.data_ptr()
-            held += [into, asked]
-    found.suffixes, found.num_suffixes = ctypes.addressof(of_rows), len(of_rows)
+    for suffix, rows, at, (k, v) in zip(of_rows, layout.suffixes, layout.tables[1], suffixes, strict=False):
+        suffix.keys, suffix.values = k.data_ptr(), v.data_ptr()
+        suffix.strides[:] = (*k.stride()[:3], *v.stride()[:3])
+        suffix.table, suffix.rows, suffix.new = at.data_ptr(), len(at), rows.new
+    for suffix, into, observed in zip(of_rows, weights, layout.observed, strict=False):
+        if into is not None and observed is not None:
+            suffix.weights, suffix.step, suffix.observed = into.data_ptr(), into.shape[2], observed.data_ptr()
+            references += [into, observed]
+    struct.suffixes, struct.num_suffixes = ctypes.addressof(of_rows), len(of_rows)
     ranks = [kv_heads * choosing.most_units(choice) for choice, _ in choices]
-    memory, (found.lse, found.outs, found.lses, *of_ranks) = scratch.room(lses, runs * dim, runs, *ranks)
+    memory, (struct.lse, struct.outs, struct.lses, *of_ranks) = scratch.room(lses, runs * dim, runs, *ranks)
     structs, tokens_of = (choosing.ChoiceStruct * len(choices))(), (ctypes.c_int64 * len(choices))()
     for i, ((choice, token), ranks_at) in enumerate(zip(choices, of_ranks, strict=True)):
         structs[i], points_to = choosing.struct_of(choice, dtype, (kv_heads, group, dim))
         structs[i].ranks, tokens_of[i] = ranks_at, token
-        held.append(points_to)
-    found.choices, found.choosers = ctypes.addressof(structs), ctypes.addressof(tokens_of)
-    found.num_choices = len(choices)
-    return found, [*held, of_rows, memory, structs, tokens_of]
-
-
-def _choices(prefixes: Sequence[Sequence[Prefix]], layout: BatchLayout) -> list[tuple[Choice, int]]:
-    """The choices that an attention makes first, and the token that makes each."""
-    ends = zip(prefixes, layout.share_ends, strict=False)
-    return [(choice, end - 1) for parts, end in ends for choice in choices_of(parts)]
+        references.append(points_to)
+    struct.choices, struct.choosers = ctypes.addressof(structs), ctypes.addressof(tokens_of)
+    struct.num_choices = len(choices)
+    return struct, [*references, of_rows, memory, structs, tokens_of]

@@ -21,8 +21,8 @@ head, in the dtype and on the device of the queries. It is called at every atten
 
 @dataclass(eq=False)
 class PrefixWeights:
-    """What the one token of a share gave to each of the K entries of a prefix that only this share has: `of_token`
-    `[kv_heads, group, K]` fp32, of the last attention that told any."""
+    """`of_token`: the weights that the one token of a share gave to each of the K entries of a prefix that no other
+    share has, `[kv_heads, group, K]` fp32, of the last attention that filled them."""
 
     of_token: Tensor | None = None
 
@@ -32,10 +32,10 @@ class PackedPrefix:
     """Entries packed by KV head: keys `[entries, D]`, values `[entries, Dv]`, head h owning `lengths[h]` rows.
 
     Plain tensors are read in place, in the dtype of the queries; quantized rows are dequantized where they are used.
-    channels: where keys are pruned to D' of the D channels of a query, those of each head, `[kv_heads, D']` int32; the
-    scale of logits stays the one of D channels. weights: of plain entries, equally many a head, where an attention
-    that tells weights tells those of these. Bytes: every key and value once per share, whatever the number of queries.
-    FLOPs: 2 * R * K * (D + Dv) for R queries of a KV head with K entries.
+    channels: where keys are pruned to D' of the D channels of a query, the channels of each head, `[kv_heads, D']`
+    int32; the scale of logits stays that of D channels. weights: of plain entries, equally many a head, to be filled by
+    attentions that give weights. Bytes: every key and value once per share, whatever the number of queries. FLOPs: 2 *
+    R * K * (D + Dv) for R queries of a KV head with K entries.
     """
 
     keys: Rows
@@ -157,25 +157,30 @@ Prefix = PackedPrefix | StackedPrefix | StreamedPrefix | MergedPrefix | Selected
 
 
 def channels_of(prefix: Prefix) -> Tensor | None:
-    """The channels of the queries that the keys of a prefix have; None: all."""
+    """The query channels that the keys of a prefix have; None: all."""
     base = prefix.base if isinstance(prefix, SelectedPrefix) else prefix
     return base.channels if isinstance(base, PackedPrefix) else None
 
 
 def telling(prefixes: Sequence[Prefix]) -> list[PackedPrefix]:
-    """Those whose weights are to be told."""
+    """The prefixes whose weights an attention fills."""
     return [prefix for prefix in prefixes if isinstance(prefix, PackedPrefix) and prefix.weights is not None]
 
 
 def choices_of(prefixes: Sequence[Prefix]) -> list[Choice]:
     """The choices that attention over these prefixes has to make first, each once."""
-    found = {id(p.choice): p.choice for p in prefixes if isinstance(p, SelectedPrefix) and p.choice is not None}
-    return list(found.values())
+    choices = {id(p.choice): p.choice for p in prefixes if isinstance(p, SelectedPrefix) and p.choice is not None}
+    return list(choices.values())
+
+
+def additive(hidden: Tensor) -> Tensor:
+    """The mask that hides keys: -inf where `hidden` and 0 elsewhere, fp32."""
+    return torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, -torch.inf)
 
 
 @dataclass(frozen=True, eq=False)
 class LogitRules:
-    """What becomes of the products of queries and keys before the softmax.
+    """How products of queries and keys become the logits of the softmax.
 
     scale: factor of all. softcap: they become softcap * tanh(logit / softcap) (Gemma 2, arXiv 2408.00118, section 2);
     0: they do not. sinks: `[q_heads]` fp32, a logit of each query head that takes part of the mass and gives no value
@@ -183,7 +188,7 @@ class LogitRules:
     sees those from position p // chunk * chunk on (Llama 4); None: all. With either, a document has one plain prefix of
     its last tokens, equally many in every head.
 
-    since: what kernels make of `window` or `chunk`, for the tokens of a batch: see `BatchLayout.since`.
+    since: `window` or `chunk` for the tokens of a batch, as kernels take them: see `BatchLayout.since`.
     """
 
     scale: float
@@ -195,7 +200,7 @@ class LogitRules:
 
     @property
     def plain(self) -> bool:
-        """Whether there are none beside the scale."""
+        """Whether there is no rule beside the scale."""
         return not self.softcap and self.sinks is None and self.see_all
 
     @property
@@ -218,15 +223,15 @@ class SuffixRows:
 
     Row r has `lengths[r]` suffix tokens, the last `new` of which are in the batch: tokens `first[r]` to `first[r] +
     new`. A row that takes no part has first -1: its place in the tensors is not read. With `new` above 1 all lengths
-    are equal. asked: the rows whose weights are wanted, each with one new token; none where it is empty. hidden: the
+    are equal. observed: the rows whose weights the attention fills, each with one new token; empty: none. hidden: the
     suffix tokens that no later token sees, `[rows, kv_heads, capacity]` bool; None: none. All lengths are equal then,
-    no row asks for its weights, and on every device it is made of torch's operations.
+    no row is observed, and torch's operations compute the attention on every device.
     """
 
     lengths: tuple[int, ...]
     first: tuple[int, ...]
     new: int = 1
-    asked: tuple[bool, ...] = ()
+    observed: tuple[bool, ...] = ()
     hidden: Tensor | None = None
 
 
@@ -254,17 +259,23 @@ class BatchLayout:
 
     @cached_property
     def sights(self) -> dict[tuple[int | None, int | None], Tensor]:
-        """What `since` has made."""
+        """The results of `since`, by window and chunk."""
         return {}
 
     def since(self, window: int | None, chunk: int | None) -> Tensor:
         """The first token that each token of the batch sees, `[N]` int32, counted from the first of its suffix; below
         0 it is one of the document's, whose last is -1. The same tensor at each call."""
-        made = self.sights.get((window, chunk))
-        if made is None:
-            begins = self._places - window + 1 if window is not None else self._chunk_begins(chunk)
-            made = self.sights[window, chunk] = begins.to(self.device)
-        return made
+        since = self.sights.get((window, chunk))
+        if since is None:
+            if window is not None:
+                begins = self._places - window + 1
+            else:
+                assert chunk is not None
+                assert len(self.starts) == len(self.shares), "chunks are counted from the document's first token"
+                starts = torch.tensor(self.starts, dtype=torch.int32).repeat_interleave(torch.tensor(self.shares))
+                begins = (self._places + starts) // chunk * chunk - starts
+            since = self.sights[window, chunk] = begins.to(self.device)
+        return since
 
     @cached_property
     def _places(self) -> Tensor:
@@ -276,22 +287,16 @@ class BatchLayout:
                     places[first : first + rows.new] = range(length - rows.new, length)
         return torch.tensor(places, dtype=torch.int32)
 
-    def _chunk_begins(self, chunk: int | None) -> Tensor:
-        assert chunk is not None
-        assert len(self.starts) == len(self.shares), "chunks are counted from the document's first token"
-        starts = torch.tensor(self.starts, dtype=torch.int32).repeat_interleave(torch.tensor(self.shares))
-        return (self._places + starts) // chunk * chunk - starts
-
     @cached_property
     def gathers(self) -> list[Tensor | None]:
         """For each of `suffixes`, the batch token of every row and new token, `[rows * new]`; None if it is simply the
         whole batch in order. Rows that take no part borrow token 0; their results are dropped."""
-        found: list[Tensor | None] = []
+        gathers: list[Tensor | None] = []
         for rows in self.suffixes:
             tokens = [max(first, 0) + t for first in rows.first for t in range(rows.new)]
             in_order = tokens == list(range(self.num_tokens)) and min(rows.first) >= 0
-            found.append(None if in_order else torch.tensor(tokens, device=self.device))
-        return found
+            gathers.append(None if in_order else torch.tensor(tokens, device=self.device))
+        return gathers
 
     @cached_property
     def scatter(self) -> Tensor | None:
@@ -321,9 +326,10 @@ class BatchLayout:
         return tokens, rows_of
 
     @cached_property
-    def asked(self) -> list[Tensor | None]:
-        """For each of `suffixes`, the rows whose weights are wanted, `[rows]` int32 on the CPU; None if none are."""
-        return [torch.tensor(rows.asked, dtype=torch.int32) if any(rows.asked) else None for rows in self.suffixes]
+    def observed(self) -> list[Tensor | None]:
+        """For each of `suffixes`, its observed rows, `[rows]` int32 on the CPU; None if there are none."""
+        observed = [rows.observed for rows in self.suffixes]
+        return [torch.tensor(rows, dtype=torch.int32) if any(rows) else None for rows in observed]
 
     @cached_property
     def length_masks(self) -> list[Tensor | None]:
@@ -336,5 +342,5 @@ class BatchLayout:
                 continue
             lengths = torch.tensor(rows.lengths, device=self.device).clamp_min(1)  # an empty row would give NaN
             beyond = torch.arange(max(rows.lengths), device=self.device) >= lengths.unsqueeze(1)
-            masks.append(torch.zeros(beyond.shape, device=self.device).masked_fill_(beyond, -torch.inf)[:, None, None])
+            masks.append(additive(beyond)[:, None, None])
         return masks

@@ -29,8 +29,8 @@ def attend_splits(
     keys, key_scales, key_zeros = tl.load(item + 7), tl.load(item + 8), tl.load(item + 9)
     values, value_scales, value_zeros = tl.load(item + 10), tl.load(item + 11), tl.load(item + 12)
     if SLOTS > 0:
-        classes, slot_scales, slot_stride, own = _slots_of(item)
-        stop = tl.minimum(stop, own)
+        classes, slot_scales, slot_stride, num_rows = _slots_of(item)
+        stop = tl.minimum(stop, num_rows)
     if SELECTED:
         named = tl.load(item + 13).to(tl.pointer_type(tl.int32))
         stop = tl.minimum(stop, tl.load(tl.load(item + 14).to(tl.pointer_type(tl.int32))).to(tl.int64))
@@ -88,10 +88,10 @@ def _queries_of(
     q_head = tl.load(item + 3) * HEADS + row % HEADS
     at = queries + (tl.load(item) + row // HEADS) * token_stride + q_head * head_stride
     dims = tl.arange(0, BLOCK_D)
-    held = dims < KEY_DIM
+    inside = dims < KEY_DIM
     if KEY_DIM < DIM:
-        dims = tl.load(tl.load(item + 18).to(tl.pointer_type(tl.int32)) + dims, mask=held, other=0)
-    query = tl.load(at[:, None] + dims[None, :], mask=live[:, None] & held[None, :], other=0.0)
+        dims = tl.load(tl.load(item + 18).to(tl.pointer_type(tl.int32)) + dims, mask=inside, other=0)
+    query = tl.load(at[:, None] + dims[None, :], mask=live[:, None] & inside[None, :], other=0.0)
     return query, row, live
 
 
@@ -218,19 +218,19 @@ def _of_group(
         SIZE: tl.constexpr = GROUP if GROUP < BLOCK_N else BLOCK_N
         groups = first // GROUP + tl.arange(0, BLOCK_N // SIZE)
         mask = (groups * GROUP < stop)[:, None] & (columns < DIM)[None, :]
-        found = tl.load(table + groups[:, None] * DIM + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-        found = tl.broadcast_to(found[:, None, :], [BLOCK_N // SIZE, SIZE, BLOCK_D]).reshape([BLOCK_N, BLOCK_D])
+        numbers = tl.load(table + groups[:, None] * DIM + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+        numbers = tl.broadcast_to(numbers[:, None, :], [BLOCK_N // SIZE, SIZE, BLOCK_D]).reshape([BLOCK_N, BLOCK_D])
     elif BY_TOKENS:
         at = table + (rows // GROUP)[:, None] * DIM + columns[None, :]
-        found = tl.load(at, mask=inside[:, None] & (columns < DIM)[None, :], other=0.0).to(tl.float32)
+        numbers = tl.load(at, mask=inside[:, None] & (columns < DIM)[None, :], other=0.0).to(tl.float32)
     elif POWER_OF_2:
         WIDTH: tl.constexpr = GROUP if GROUP < BLOCK_D else BLOCK_D
         groups = tl.arange(0, BLOCK_D // WIDTH)
         mask = inside[:, None] & (groups * GROUP < DIM)[None, :]
         at = table + rows[:, None] * tl.cdiv(DIM, GROUP) + groups[None, :]
-        found = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-        found = tl.broadcast_to(found[:, :, None], [BLOCK_N, BLOCK_D // WIDTH, WIDTH]).reshape([BLOCK_N, BLOCK_D])
+        numbers = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        numbers = tl.broadcast_to(numbers[:, :, None], [BLOCK_N, BLOCK_D // WIDTH, WIDTH]).reshape([BLOCK_N, BLOCK_D])
     else:
         at = table + rows[:, None] * tl.cdiv(DIM, GROUP) + (columns // GROUP)[None, :]
-        found = tl.load(at, mask=inside[:, None] & (columns < DIM)[None, :], other=0.0).to(tl.float32)
-    return found
+        numbers = tl.load(at, mask=inside[:, None] & (columns < DIM)[None, :], other=0.0).to(tl.float32)
+    return numbers

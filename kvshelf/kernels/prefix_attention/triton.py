@@ -1,5 +1,5 @@
-"""Prefix attention in two kernels: one over splits of the prefixes, and one over the suffixes that takes in their
-results.
+"""Prefix attention in two kernels: one over splits of the prefixes, and one over the suffixes, which also combines the
+splits' results.
 
 A split is a run of rows of one head of a prefix (flash decoding). Its program keeps up to 64 query rows (tokens of a
 share times query heads of a KV head) and their running softmax, reads keys and values tile by tile, dequantizes them in
@@ -20,7 +20,7 @@ results moves 0.5 MB each way, 0.8 % of the bytes. By these numbers the first ke
 second adds a launch and some ten dependent loads (four splits at a time), a few us, which is most of what the design
 loses at batch 1. Share of the limit on a GPU: not measured.
 
-Slots of a merged prefix are folded by class, eight to a row (`slots.py`), so that a class's key and value are read and
+Slots of a merged prefix are folded by class, eight to a row (`heads.py`), so that a class's key and value are read and
 multiplied once and not once per slot: gathered by slot, 32k slots would read as many bytes from the L2 cache as the
 whole uncompressed prefix has. An exponential per slot and query row remains, for the padded 16 rows too.
 
@@ -42,9 +42,8 @@ from torch import Tensor
 
 from kvshelf.kernels.choose import choose
 from kvshelf.kernels.prefix_attention import eager
-from kvshelf.kernels.prefix_attention.heads import PrefixKind
+from kvshelf.kernels.prefix_attention.heads import SLOTS_PER_ROW, PrefixKind
 from kvshelf.kernels.prefix_attention.prefixes import BatchLayout, LogitRules, Prefix, choices_of
-from kvshelf.kernels.prefix_attention.slots import SLOTS_PER_ROW
 from kvshelf.kernels.prefix_attention.splits import attend_splits
 from kvshelf.kernels.prefix_attention.union import attend_suffixes
 from kvshelf.kernels.prefix_attention.work import COLUMNS, LEAST_SPLIT, Setting, WorkTable, work_of
@@ -63,32 +62,31 @@ def prefix_attention(
     least_split: int = LEAST_SPLIT,
     weights: Sequence[Tensor | None] = (),
 ) -> Tensor:
-    """See `kvshelf.kernels.prefix_attention.prefix_attention`. least_split: fewest rows of a prefix for one program.
-    Rules beside the scale are left to torch's operations, and so are heads as wide as latents, of which no tile fits
-    the shared memory; weights are made by them, from the log-sum-exps."""
+    """least_split: fewest rows of a prefix for one program. Torch's operations compute by rules beside the scale, for
+    heads as wide as latents, of which no tile fits the shared memory, and the weights, from the log-sum-exps."""
     if not rules.plain or queries.shape[-1] > _WIDEST:
         return eager.prefix_attention(queries, prefixes, suffixes, layout, rules, weights)
     num_tokens, q_heads, _ = queries.shape
     kv_heads, value_dim = suffixes[0][1].shape[1], suffixes[0][1].shape[3]
     out = queries.new_empty(num_tokens, q_heads, value_dim)
     united = queries.new_empty(num_tokens, q_heads, dtype=torch.float32) if weights else None
-    found = None
+    splits = None
     for parts, end in zip(prefixes, layout.share_ends, strict=True):
         for choice in choices_of(parts):
             choose(queries[end - 1], choice)
     if any(prefixes):
         setting = Setting(kv_heads, q_heads // kv_heads, queries.itemsize, _places(queries.device), least_split)
         table = work_of(prefixes, layout, setting)
-        found = _attend_prefixes(queries, prefixes, layout, table, value_dim, kv_heads, rules)
+        splits = _attend_prefixes(queries, prefixes, layout, table, value_dim, kv_heads, rules)
     tokens, tables = layout.tables
     for rows, shares, (keys, values) in zip(layout.suffixes, tables, suffixes, strict=True):
-        _attend_suffixes(queries, keys, values, (out, united), (shares, tokens), found, rows.new, rules.scale)
+        _attend_suffixes(queries, keys, values, (out, united), (shares, tokens), splits, rows.new, rules.scale)
     if united is not None:
         eager.tell_weights(queries, prefixes, suffixes, layout, rules, united, weights)
     return out
 
 
-class _Found(NamedTuple):
+class _SplitResults(NamedTuple):
     """Results of all splits: `[scratch rows, Dv]`, log-sum-exps `[scratch rows]`, and each share's rows among them."""
 
     outs: Tensor
@@ -104,35 +102,25 @@ def _attend_prefixes(
     value_dim: int,
     kv_heads: int,
     rules: LogitRules,
-) -> _Found:
+) -> _SplitResults:
     _, q_heads, dim = queries.shape
     outs = queries.new_empty(table.scratch_rows, value_dim, dtype=torch.float32)
     lses = queries.new_empty(table.scratch_rows, dtype=torch.float32)
     for kind, items in table.launches:
         attend_splits[len(items),](
-            queries,
-            items,
-            outs,
-            lses,
-            queries.stride(0),
-            queries.stride(1),
-            rules.scale * math.log2(math.e),
-            DIM=dim,
-            HEADS=q_heads // kv_heads,
-            COLUMNS=COLUMNS,
-            UPCAST=INTERPRETED,
-            **kind_constants(kind),
+            queries, items, outs, lses, *queries.stride()[:2], rules.scale * math.log2(math.e),
+            DIM=dim, HEADS=q_heads // kv_heads, COLUMNS=COLUMNS, UPCAST=INTERPRETED, **kind_constants(kind),
             **split_tiles(kind, queries.itemsize, table.block_m),
-        )
+        )  # fmt: skip
     for share, place, start in table.streamed:
         end, count = layout.share_ends[share], layout.shares[share]
-        own = queries[end - count : end].view(count, kv_heads, q_heads // kv_heads, dim)
-        rows = own.transpose(0, 1).reshape(1, kv_heads, -1, dim)
+        tokens = queries[end - count : end].view(count, kv_heads, q_heads // kv_heads, dim)
+        rows = tokens.transpose(0, 1).reshape(1, kv_heads, -1, dim)
         part, lse = eager.attend_prefix(rows, prefixes[share][place], rules)
         stop = start + lse.numel()
         outs[start:stop] = part.flatten(0, 2)
         lses[start:stop] = lse.flatten() * math.log2(math.e)
-    return _Found(outs, lses, table.shares)
+    return _SplitResults(outs, lses, table.shares)
 
 
 def _attend_suffixes(
@@ -141,42 +129,25 @@ def _attend_suffixes(
     values: Tensor,
     results: tuple[Tensor, Tensor | None],
     tables: tuple[Tensor, Tensor],
-    found: _Found | None,
+    splits: _SplitResults | None,
     new: int,
     scale: float,
 ) -> None:
-    """Fill results at the tokens of these rows: output, and log-sum-exps if they are wanted. tables: first token and
-    length of each row; the share of each token."""
+    """Fill the results of these rows' tokens: output, and log-sum-exps where there is a tensor for them. tables: first
+    token and length of each row; the share of each token."""
     out, united = results
     kv_heads, dim, value_dim = keys.shape[1], keys.shape[3], values.shape[3]
     heads = queries.shape[1] // kv_heads
     tiles = suffix_tiles(dim, value_dim, queries.itemsize, new * heads)
     blocks = -(-new * heads // tiles["BLOCK_M"])
     attend_suffixes[(keys.shape[0] * blocks, kv_heads)](
-        queries,
-        keys,
-        values,
-        out,
-        out if united is None else united,
-        *tables,
-        *((found.shares, found.outs, found.lses) if found is not None else (tables[1], out, out)),
-        queries.stride(0),
-        queries.stride(1),
-        *keys.stride()[:2],
-        *values.stride()[:2],
-        new,
-        scale * math.log2(math.e),
-        DIM=dim,
-        VALUE_DIM=value_dim,
-        HEADS=heads,
-        KEY_STRIDE=keys.stride(2),
-        VALUE_STRIDE=values.stride(2),
-        ALIGNED=aligned(keys, values),
-        PREFIXED=found is not None,
-        TELLING=united is not None,
-        UPCAST=INTERPRETED,
+        queries, keys, values, out, out if united is None else united, *tables,
+        *((splits.shares, splits.outs, splits.lses) if splits is not None else (tables[1], out, out)),
+        *queries.stride()[:2], *keys.stride()[:2], *values.stride()[:2], new, scale * math.log2(math.e),
+        DIM=dim, VALUE_DIM=value_dim, HEADS=heads, KEY_STRIDE=keys.stride(2), VALUE_STRIDE=values.stride(2),
+        ALIGNED=aligned(keys, values), PREFIXED=splits is not None, TELLING=united is not None, UPCAST=INTERPRETED,
         **tiles,
-    )
+    )  # fmt: skip
 
 
 def kind_constants(kind: PrefixKind) -> dict[str, int | bool]:
@@ -212,10 +183,7 @@ def suffix_tiles(dim: int, value_dim: int, itemsize: int, rows: int) -> dict[str
 
 
 def _head_blocks(dim: int, value_dim: int) -> dict[str, int]:
-    return {
-        "BLOCK_D": max(16, triton.next_power_of_2(dim)),
-        "BLOCK_DV": max(16, triton.next_power_of_2(value_dim)),
-    }
+    return {"BLOCK_D": max(16, triton.next_power_of_2(dim)), "BLOCK_DV": max(16, triton.next_power_of_2(value_dim))}
 
 
 def aligned(*tensors: Tensor) -> bool:

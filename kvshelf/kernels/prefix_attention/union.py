@@ -105,8 +105,8 @@ def _join_splits(
         scratch = base[None, :] + (split * kv_heads + head) * share_rows[None, :]  # [BLOCK_S, BLOCK_M]
         inside = (split < count[None, :]) & live[None, :]
         lse = tl.load(lses + scratch, mask=inside, other=float("-inf"))
-        found = outs + scratch[:, :, None] * VALUE_DIM + columns[None, None, :]
-        part = tl.load(found, mask=inside[:, :, None] & (columns < VALUE_DIM)[None, None, :], other=0.0)
+        places = outs + scratch[:, :, None] * VALUE_DIM + columns[None, None, :]
+        part = tl.load(places, mask=inside[:, :, None] & (columns < VALUE_DIM)[None, None, :], other=0.0)
         new_top = tl.maximum(top, tl.max(lse, 0))
         weights = tl.exp2(lse - new_top[None, :])
         fade = tl.exp2(top - new_top)

@@ -59,7 +59,7 @@ class WorkTable:
     its heads has. block_m: query rows of an item.
     """
 
-    made_for: MadeFor | None
+    key: TableKey | None
     prefixes: tuple[ReferenceType[Prefix], ...]
     launches: list[Launch]
     streamed: list[Streamed]
@@ -69,19 +69,18 @@ class WorkTable:
 
     @property
     def nbytes(self) -> int:
-        """On the device."""
+        """Bytes on the device."""
         return self.shares.nbytes + sum(items.nbytes for _, items in self.launches)
 
-    def fits(self, prefixes: Sequence[Prefix], made_for: MadeFor | None) -> bool:
+    def fits(self, prefixes: Sequence[Prefix], key: TableKey | None) -> bool:
         """Whether this is the table of these prefixes, compared by identity because the table holds addresses."""
-        return self.made_for == made_for and all(
-            mine() is given for mine, given in zip(self.prefixes, prefixes, strict=True)
-        )
+        pairs = zip(self.prefixes, prefixes, strict=False)
+        return self.key == key and len(self.prefixes) == len(prefixes) and all(one() is other for one, other in pairs)
 
 
 class TableClass(NamedTuple):
-    """What tables have in common that can take each other's place. kinds: of each launch; items: the most of each;
-    shares: the most."""
+    """The sizes of tables that can be copied over each other. kinds: of each launch. items: most items of each launch.
+    shares: most shares."""
 
     kinds: tuple[PrefixKind, ...]
     items: tuple[int, ...]
@@ -92,21 +91,21 @@ class TableClass(NamedTuple):
 
     @classmethod
     def of(cls, tables: Sequence[WorkTable], shares: int) -> TableClass | None:
-        """That of all tables, of layers of one batch; None where they have none in common. shares: the most."""
-        alike = {
-            (tuple(kind for kind, _ in table.launches), table.block_m, table.made_for.setting)
+        """The class of all tables of the layers of one batch; None where they differ in it. shares: most shares."""
+        classes = {
+            (tuple(kind for kind, _ in table.launches), table.block_m, table.key.setting)
             for table in tables
-            if table.made_for is not None
+            if table.key is not None
         }
-        if len(alike) != 1:
+        if len(classes) != 1:
             return None
-        ((kinds, block_m, setting),) = alike
+        ((kinds, block_m, setting),) = classes
         counts = zip(*([len(items) for _, items in table.launches] for table in tables), strict=True)
-        items = tuple(_room(max(own)) for own in counts)
+        items = tuple(_room(max(of_launch)) for of_launch in counts)
         return cls(kinds, items, shares, _room(max(t.scratch_rows for t in tables)), block_m, setting)
 
     def numbers(self, table: WorkTable) -> Tensor:
-        """Those of a table of the class, with room to spare, int64 on its device."""
+        """The numbers of a table of the class, with room to spare, int64 on its device."""
         parts = []
         for most, (_, items) in zip(self.items, table.launches, strict=True):
             beyond = items[:1].repeat(most - len(items), 1)  # of no query row and no row
@@ -117,7 +116,7 @@ class TableClass(NamedTuple):
         return torch.cat([part.flatten() for part in (*parts, table.shares, spare)])
 
     def table(self, numbers: Tensor) -> WorkTable:
-        """The table that such numbers are, which others may be copied over."""
+        """The table of the memory that holds such numbers; those of other tables may be copied there."""
         counts = [most * COLUMNS for most in self.items]
         *parts, shares = torch.split(numbers, [*counts, len(numbers) - sum(counts)])
         launches = [Launch(kind, part.view(-1, COLUMNS)) for kind, part in zip(self.kinds, parts, strict=True)]
@@ -132,17 +131,16 @@ def _room(count: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class TabledPrefix:
-    """All prefixes of a batch, where one stands, by their table, in whose place those of other batches may be copied.
-    Kernels read it, and torch's operations cannot."""
+    """A table in place of all prefixes of a batch: the tables of other batches may be copied there. Kernels read it,
+    and torch's operations cannot."""
 
     table: WorkTable
 
 
 def table_of(prefixes: Sequence[Prefix]) -> WorkTable | None:
-    """The table by which a batch has last read all of these prefixes; None if it has not, or read some another way."""
+    """The table by which a batch has last read all of these prefixes; None if there is none."""
     table = _TABLES.get(prefixes[0])
-    whole = table is not None and len(table.prefixes) == len(prefixes) and table.fits(prefixes, table.made_for)
-    return table if whole else None
+    return table if table is not None and table.fits(prefixes, table.key) else None
 
 
 _TABLES: WeakKeyDictionary[Prefix, WorkTable] = WeakKeyDictionary()
@@ -151,8 +149,9 @@ suffixes, so each layer finds its table again. A table keeps no prefix alive, an
 
 
 class Setting(NamedTuple):
-    """What a table depends on besides prefixes and shares. group: query heads of a KV head. itemsize: bytes of an
-    element of the queries. places: programs that the device runs at a time. least_split: fewest rows of a split."""
+    """The sizes that a table depends on besides prefixes and shares. group: query heads of a KV head. itemsize: bytes
+    of an element of the queries. places: programs that the device runs at a time. least_split: fewest rows of a
+    split."""
 
     kv_heads: int
     group: int
@@ -161,8 +160,8 @@ class Setting(NamedTuple):
     least_split: int
 
 
-class MadeFor(NamedTuple):
-    """What a table was made for, beside its prefixes. counts: prefixes of each share."""
+class TableKey(NamedTuple):
+    """The batch that a table is for, without its prefixes. counts: prefixes of each share."""
 
     shares: tuple[int, ...]
     counts: tuple[int, ...]
@@ -172,17 +171,17 @@ class MadeFor(NamedTuple):
 def work_of(prefixes: Sequence[Sequence[Prefix]], layout: BatchLayout, setting: Setting) -> WorkTable:
     """The table of one layer's prefixes, at least one: that of the previous step, or, if anything it depends on has
     changed, a new one, which takes one copy to the device."""
-    given = [prefix for parts in prefixes for prefix in parts]
-    if isinstance(given[0], TabledPrefix):
-        return given[0].table
-    made_for = MadeFor(layout.shares, tuple(map(len, prefixes)), setting)
-    table = _TABLES.get(given[0])
-    if table is None or not table.fits(given, made_for):
-        table = _TABLES[given[0]] = _make(prefixes, layout, setting, made_for)
+    flat = [prefix for parts in prefixes for prefix in parts]
+    if isinstance(flat[0], TabledPrefix):
+        return flat[0].table
+    key = TableKey(layout.shares, tuple(map(len, prefixes)), setting)
+    table = _TABLES.get(flat[0])
+    if table is None or not table.fits(flat, key):
+        table = _TABLES[flat[0]] = _make(prefixes, layout, setting, key)
     return table
 
 
-def _make(prefixes: Sequence[Sequence[Prefix]], layout: BatchLayout, setting: Setting, made_for: MadeFor) -> WorkTable:
+def _make(prefixes: Sequence[Sequence[Prefix]], layout: BatchLayout, setting: Setting, key: TableKey) -> WorkTable:
     packed = [(s, heads_of(p)) for s, parts in enumerate(prefixes) for p in parts if not isinstance(p, StreamedPrefix)]
     kinds = list(dict.fromkeys(heads.kind for _, heads in packed))
     outline = _Outline(
@@ -200,33 +199,22 @@ def _make(prefixes: Sequence[Sequence[Prefix]], layout: BatchLayout, setting: Se
         columns = torch.cat([heads.columns for _, heads in packed])
         items = torch.cat([items, columns.index_select(0, work.segments)], dim=1)
     shares, *parts = upload([work.shares, *torch.split(items, work.counts)], layout.device)
-    return WorkTable(
-        made_for,
-        tuple(ref(prefix) for parts in prefixes for prefix in parts),
-        [Launch(kind, part) for kind, part in zip(kinds, parts, strict=True) if len(part)],
-        _streamed(prefixes, work),
-        shares,
-        work.scratch_rows,
-        work.block_m,
-    )
-
-
-def _streamed(prefixes: Sequence[Sequence[Prefix]], work: _Unplaced) -> list[Streamed]:
-    found = []
-    for share, parts in enumerate(prefixes):
-        places = [place for place, prefix in enumerate(parts) if isinstance(prefix, StreamedPrefix)]
-        found += [
-            Streamed(share, place, work.first_rows[share] + i * work.rows_of_split[share])
-            for i, place in enumerate(places)
-        ]
-    return found
+    launches = [Launch(kind, part) for kind, part in zip(kinds, parts, strict=True) if len(part)]
+    streamed = []
+    for share, of_share in enumerate(prefixes):
+        rows_of_split = setting.kv_heads * setting.group * layout.shares[share]
+        places = (place for place, prefix in enumerate(of_share) if isinstance(prefix, StreamedPrefix))
+        for i, place in enumerate(places):  # its splits come first
+            streamed.append(Streamed(share, place, int(work.shares[share, 0]) + i * rows_of_split))
+    references = tuple(ref(prefix) for of_share in prefixes for prefix in of_share)
+    return WorkTable(key, references, launches, streamed, shares, work.scratch_rows, work.block_m)
 
 
 class _Outline(NamedTuple):
-    """What the work of a layer depends on, without the addresses: if every head keeps equally many rows, all layers of
-    a model share one outline.
+    """The sizes that the work of a layer depends on, without addresses: if every head keeps equally many rows, all
+    layers of a model share one outline.
 
-    shares: tokens of each share. streamed: number of its streamed prefixes. share, lengths, kind: of each other prefix,
+    shares: tokens of each share. streamed: streamed prefixes of each share. share, lengths, kind: of each other prefix,
     its share, the rows of its heads, and the number of its kind. plain: whether all kinds are plain.
     """
 
@@ -243,24 +231,21 @@ class _Outline(NamedTuple):
 class _Unplaced:
     """A table without addresses, on the CPU.
 
-    items: `[n, 7]`, by kind, columns 0 to 6. counts: how many each kind has. segments: of an item, prefix * kv_heads +
-    head. shares: as in `WorkTable`. first_rows, rows_of_split: where the results of each share begin, and the scratch
-    rows of a split of it.
+    items: `[n, 7]`, by kind, columns 0 to 6. counts: items of each kind. segments: of each item, prefix * kv_heads +
+    head. shares: as in `WorkTable`.
     """
 
     items: Tensor
     counts: list[int]
     segments: Tensor
     shares: Tensor
-    first_rows: list[int]
-    rows_of_split: list[int]
     scratch_rows: int
     block_m: int
 
 
 @lru_cache(maxsize=8)
 def _unplaced(outline: _Outline) -> _Unplaced:
-    """Half a millisecond of small operations, most of a table's time: so made once for all layers that are alike."""
+    """Half a millisecond of small operations, most of a table's time: once for all layers of the same outline."""
     kv_heads, group, itemsize, places, least_split = outline.setting
     rows = torch.tensor(outline.shares) * group  # query rows of each share and KV head
     share = torch.tensor(outline.share, dtype=torch.int64)
@@ -276,12 +261,12 @@ def _unplaced(outline: _Outline) -> _Unplaced:
     base = scratch.cumsum(0) - scratch
 
     segments = torch.zeros(*lengths.shape, 7, dtype=torch.int64)
-    heads, own_rows = torch.arange(kv_heads), rows[share, None]
+    heads, rows_of_prefix = torch.arange(kv_heads), rows[share, None]
     segments[..., 0] = (rows.cumsum(0) - rows)[share, None] // group
-    segments[..., 1] = own_rows
+    segments[..., 1] = rows_of_prefix
     segments[..., 3] = heads
     segments[..., 5] = lengths
-    segments[..., 6] = base[share, None] + (first * kv_heads + heads) * own_rows
+    segments[..., 6] = base[share, None] + (first * kv_heads + heads) * rows_of_prefix
     kinds, order = torch.tensor(outline.kind, dtype=torch.int64).sort(stable=True)
     segments, sizes, splits, blocks = (x[order].flatten(0, 1) for x in (segments, sizes, splits, blocks))
     items, segment = _items(segments, sizes, splits, blocks, kv_heads, block_m)
@@ -290,8 +275,6 @@ def _unplaced(outline: _Outline) -> _Unplaced:
         kinds[segment // kv_heads].bincount(minlength=len(set(outline.kind))).tolist(),
         order[segment // kv_heads] * kv_heads + segment % kv_heads,
         torch.cat([base[:, None], counts], dim=1),
-        base.tolist(),
-        (kv_heads * rows).tolist(),
         int(scratch.sum()),
         block_m,
     )

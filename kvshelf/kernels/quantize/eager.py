@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvshelf.kernels.groups import Axis, scales_shape
-from kvshelf.kernels.quantize.coded import Coded
+from kvshelf.kernels.quantize import Coded
 
 _BLOCK_ELEMENTS = 1 << 18
 """Elements computed at a time: 1 MiB in fp32, half of a common L2 cache. A quarter of it takes up to twice as long,
@@ -22,19 +22,20 @@ because of the calls; twice or half of it take the same."""
 
 
 def quantize(x: Tensor, bits: int, group: int, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
-    """See `kvshelf.kernels.quantize.quantize`."""
     codes, scales, zeros = empty(x, bits, group, axis)
     dim, rows_of_group = _along(axis, group)
     for start, stop in _blocks(0, len(x), x.shape[1], rows_of_group):
-        by_group = torch.unflatten(_completed(x[start:stop].float(), dim, group), dim, (-1, group))
+        block = x[start:stop].float()
+        if missing := -block.shape[dim] % group:  # repeating the last row or column changes no minimum or maximum
+            block = torch.cat([block, block.narrow(dim, -1, 1).repeat_interleave(missing, dim)], dim)
+        by_group = torch.unflatten(block, dim, (-1, group))
         groups = slice(start // rows_of_group, -(-stop // rows_of_group))
-        found, scales[groups], zeros[groups] = _quantize(by_group, dim + 1, bits)
-        codes[start:stop] = _pack(found.flatten(dim, dim + 1)[: stop - start, : x.shape[1]], bits)
+        numbers, scales[groups], zeros[groups] = _quantize(by_group, dim + 1, bits)
+        codes[start:stop] = _pack(numbers.flatten(dim, dim + 1)[: stop - start, : x.shape[1]], bits)
     return codes, scales, zeros
 
 
 def dequantize(rows: Coded, start: int, stop: int) -> Tensor:
-    """See `kvshelf.kernels.quantize.dequantize`."""
     out = rows.codes.new_empty(stop - start, rows.num_channels, dtype=rows.dtype)
     dim, rows_of_group = _along(rows.axis, rows.group)
     for first, last in _blocks(start, stop, rows.num_channels, rows_of_group):
@@ -70,14 +71,6 @@ def _blocks(start: int, stop: int, num_channels: int, group: int) -> Iterator[tu
     rows = max(1, _BLOCK_ELEMENTS // (num_channels * group)) * group
     for begin in range(start - start % group, stop, rows):
         yield max(begin, start), min(begin + rows, stop)
-
-
-def _completed(x: Tensor, dim: int, group: int) -> Tensor:
-    """`x` with its last row or column repeated until the last group is whole, which changes no minimum or maximum."""
-    missing = -x.shape[dim] % group
-    if not missing:
-        return x
-    return torch.cat([x, x.narrow(dim, -1, 1).repeat_interleave(missing, dim)], dim)
 
 
 def _quantize(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:

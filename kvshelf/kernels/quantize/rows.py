@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from kvshelf.kernels.groups import Axis, scales_shape
-from kvshelf.kernels.quantize import dequantize, quantize
-from kvshelf.kernels.quantize.coded import Coded
+from kvshelf.kernels.quantize import Coded, dequantize, quantize
 
 Move = Callable[[Tensor], Tensor]
-"""A tensor to the same one elsewhere."""
+"""Copies a tensor to another place."""
 
 
 class HeadRows(Coded):
@@ -29,7 +28,10 @@ class HeadRows(Coded):
     def __getitem__(self, rows: slice | Tensor) -> Tensor:
         """A contiguous range of rows, or the rows `[n]` an int64 tensor names, dequantized: `[n, num_channels]`."""
         if isinstance(rows, Tensor):
-            return self._picked(rows)
+            # Each row gets a copy of its group's scales: it becomes its own group.
+            groups, group = (rows // self.group, 1) if self.axis == "tokens" else (rows, self.group)
+            scales, zeros = self.scales[groups], self.zeros[groups]
+            return dequantize(replace(self, codes=self.codes[rows], scales=scales, zeros=zeros, group=group))
         start, stop, step = rows.indices(len(self))
         assert step == 1
         return dequantize(self, start, max(start, stop))
@@ -39,12 +41,6 @@ class HeadRows(Coded):
         rows = slice(start, stop)
         scales = slice(start // self.group, -(-stop // self.group)) if self.axis == "tokens" else rows
         return replace(self, codes=self.codes[rows], scales=self.scales[scales], zeros=self.zeros[scales])
-
-    def _picked(self, rows: Tensor) -> Tensor:
-        """Rows in any order. Each row gets a copy of its group's scales: it becomes its own group."""
-        groups, group = (rows // self.group, 1) if self.axis == "tokens" else (rows, self.group)
-        own = replace(self, codes=self.codes[rows], scales=self.scales[groups], zeros=self.zeros[groups], group=group)
-        return own[:]
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,12 +87,8 @@ class QuantizedRows(Coded):
         return self.codes.device
 
     def moved(self, move: Move) -> QuantizedRows:
-        """The same rows with what `move` makes of each tensor."""
+        """The same rows with each tensor moved."""
         return replace(self, codes=move(self.codes), scales=move(self.scales), zeros=move(self.zeros))
-
-    def head(self, index: int) -> HeadRows:
-        """The rows of one KV head, as views."""
-        return self.heads()[index]
 
     def heads(self) -> list[HeadRows]:
         """The rows of every KV head, as views."""

@@ -16,8 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvshelf.kernels.groups import Axis
-from kvshelf.kernels.quantize import eager
-from kvshelf.kernels.quantize.coded import Coded
+from kvshelf.kernels.quantize import Coded, eager
 from kvshelf.kernels.tiles import warps
 
 _TILE = 2048
@@ -26,7 +25,6 @@ _FEWEST_CHANNELS = 16
 
 
 def quantize(x: Tensor, bits: int, group: int, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
-    """See `kvshelf.kernels.quantize.quantize`."""
     if bits == 3 or (axis == "channels" and group * bits % 8):  # a code or a byte would be of two programs
         return eager.quantize(x, bits, group, axis)
     num_rows, num_channels = x.shape
@@ -49,7 +47,6 @@ def quantize(x: Tensor, bits: int, group: int, axis: Axis) -> tuple[Tensor, Tens
 
 
 def dequantize(rows: Coded, start: int, stop: int) -> Tensor:
-    """See `kvshelf.kernels.quantize.dequantize`."""
     if rows.bits == 3:
         return eager.dequantize(rows, start, stop)
     codes, scales, zeros = rows.codes, rows.scales, rows.zeros
@@ -111,15 +108,15 @@ def _quantize_tokens(
     at = x + read[:, None] * row_stride + channel.to(tl.int64)[None, :] * stride
     states = tl.load(at, mask=channels_inside[None, :], other=0.0).to(tl.float32)
     low, high = tl.min(states, axis=0), tl.max(states, axis=0)
-    found, scale, zero = _coded(states, low[None, :], high[None, :], BITS)
+    code, scale, zero = _coded(states, low[None, :], high[None, :], BITS)
     at = index * num_channels + channel[None, :]
     tl.store(scales + at, scale, mask=channels_inside[None, :])
     tl.store(zeros + at, zero, mask=channels_inside[None, :])
-    found = tl.where(channels_inside[None, :], found, 0)
+    code = tl.where(channels_inside[None, :], code, 0)
     width: tl.constexpr = CHANNELS * BITS // 8
     byte = tl.program_id(1) * width + tl.arange(0, width)
     at = codes + row[:, None] * row_bytes + byte[None, :]
-    tl.store(at, _bytes_of(found, ROWS, CHANNELS, BITS), mask=rows_inside[:, None] & (byte < row_bytes)[None, :])
+    tl.store(at, _bytes_of(code, ROWS, CHANNELS, BITS), mask=rows_inside[:, None] & (byte < row_bytes)[None, :])
 
 
 @triton.jit
@@ -137,15 +134,15 @@ def _quantize_channels(
     read = tl.where(channels_inside, channel, first[:, None])
     states = tl.load(x + row[:, None] * row_stride + read * stride, mask=inside[:, None], other=0.0).to(tl.float32)
     low, high = tl.min(states, axis=1), tl.max(states, axis=1)
-    found, scale, zero = _coded(states, low[:, None], high[:, None], BITS)
+    code, scale, zero = _coded(states, low[:, None], high[:, None], BITS)
     tl.store(scales + index[:, None], scale, mask=inside[:, None])
     tl.store(zeros + index[:, None], zero, mask=inside[:, None])
-    found = tl.where(channels_inside, found, 0)
+    code = tl.where(channels_inside, code, 0)
     width: tl.constexpr = CHANNELS * BITS // 8
     byte = tl.arange(0, width)
     at = first[:, None] * BITS // 8 + byte[None, :]
     bytes_inside = inside[:, None] & (byte < group * BITS // 8)[None, :] & (at < row_bytes)
-    tl.store(codes + row[:, None] * row_bytes + at, _bytes_of(found, GROUPS, CHANNELS, BITS), mask=bytes_inside)
+    tl.store(codes + row[:, None] * row_bytes + at, _bytes_of(code, GROUPS, CHANNELS, BITS), mask=bytes_inside)
 
 
 @triton.jit

@@ -7,6 +7,5 @@ from torch import Tensor
 
 
 def rotate(states: Tensor, cos: Tensor, sin: Tensor, partners: Tensor) -> Tensor:
-    """See `kvshelf.kernels.rotate`."""
     rows = states.float()
     return torch.addcmul(rows * cos, rows.index_select(-1, partners), sin)

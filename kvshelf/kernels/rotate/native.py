@@ -10,7 +10,6 @@ from kvshelf.kernels.rotate import eager
 
 
 def rotate(states: Tensor, cos: Tensor, sin: Tensor, partners: Tensor) -> Tensor:
-    """See `kvshelf.kernels.rotate`."""
     dim = states.shape[2]
     # C reads at any index in `partners`; torch raises an error for an index that is out of range.
     if states.dtype not in TYPES or dim not in WIDTHS or not 0 <= int(partners.min()) <= int(partners.max()) < dim:

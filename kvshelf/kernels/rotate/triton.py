@@ -13,7 +13,6 @@ from kvshelf.kernels.tiles import load_rows, rows_of_tile, warps
 
 
 def rotate(states: Tensor, cos: Tensor, sin: Tensor, partners: Tensor) -> Tensor:
-    """See `kvshelf.kernels.rotate`."""
     heads, num_rows, dim = states.shape
     out = torch.empty(states.shape, dtype=torch.float32, device=states.device)
     width = triton.next_power_of_2(dim)
@@ -39,8 +38,8 @@ def _rotate(
     inside = (index < num_rows)[:, None] & (channels < DIM)[None, :]
     rows = index.to(tl.int64)[:, None]
     partner = tl.load(partners + channels * partner_stride, mask=channels < DIM, other=0)
-    there = inside & ((partner >= 0) & (partner < DIM))[None, :]  # nothing beyond the states is read
-    other = tl.load(states + rows * stride + partner[None, :], mask=there, other=0.0).to(tl.float32)
+    exists = inside & ((partner >= 0) & (partner < DIM))[None, :]  # nothing beyond the states is read
+    other = tl.load(states + rows * stride + partner[None, :], mask=exists, other=0.0).to(tl.float32)
     cosines = tl.load(cos + rows * cos_row + channels[None, :] * cos_stride, mask=inside, other=0.0)
     sines = tl.load(sin + rows * sin_row + channels[None, :] * sin_stride, mask=inside, other=0.0)
     place = (head * num_rows + rows) * DIM + channels[None, :]

@@ -7,6 +7,5 @@ from torch import Tensor
 
 
 def row_norms(states: Tensor) -> Tensor:
-    """See `kvshelf.kernels.row_norms`."""
     norms: Tensor = torch.linalg.vector_norm(states.float(), dim=-1)
     return norms

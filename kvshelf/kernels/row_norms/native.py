@@ -14,7 +14,6 @@ from kvshelf.kernels.row_norms import eager
 
 
 def row_norms(states: Tensor) -> Tensor:
-    """See `kvshelf.kernels.row_norms`."""
     if states.dtype not in TYPES:
         return eager.row_norms(states)
     norms = torch.empty(states.shape[:2], dtype=torch.float32)

@@ -12,7 +12,6 @@ from kvshelf.kernels.tiles import load_rows, rows_of_tile, warps
 
 
 def row_norms(states: Tensor) -> Tensor:
-    """See `kvshelf.kernels.row_norms`."""
     heads, num_rows, dim = states.shape
     norms = torch.empty(heads, num_rows, dtype=torch.float32, device=states.device)
     width = triton.next_power_of_2(dim)

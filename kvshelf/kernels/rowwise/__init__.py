@@ -1,8 +1,8 @@
-"""What a model computes for each token alone, in C: products with packed weights, and lists of instructions.
+"""The computations of a model that take each token alone: products with packed weights, and lists of instructions.
 
-There is no form in torch's operations: `row_programs` says what a device has, and where it has none, the model itself
-runs. In C in fp32; where a processor has AVX512-BF16, products also take rows and weights in bf16, and sum them in
-fp32. On a GPU products are torch's, and Triton carries out the instructions between them.
+There is no form in torch's operations: `row_programs` gives the form of a device, and where there is none, the model
+itself runs. C computes in fp32; where a processor has AVX512-BF16, products also take rows and weights in bf16, and sum
+them in fp32. On a GPU torch multiplies, and Triton carries out the instructions between the products.
 """
 
 from __future__ import annotations
@@ -17,38 +17,7 @@ from torch import Tensor
 from kvshelf.kernels.checks import require
 from kvshelf.kernels.dispatch import form, implementation
 from kvshelf.kernels.native import LANES, Bf16Products, bf16_products, library
-from kvshelf.kernels.rowwise.fusing import adjacent, products_of_one
-from kvshelf.kernels.rowwise.instructions import Buffer, Instruction, Place
-from kvshelf.kernels.rowwise.native import (
-    BLOCK_ROWS,
-    LINES,
-    PANEL,
-    WEIGHT_DTYPES,
-    RowProgram,
-    multiply,
-    multiply_lines,
-)
-
-__all__ = [
-    "BLOCK_ROWS",
-    "LANES",
-    "LINES",
-    "PANEL",
-    "WEIGHT_DTYPES",
-    "Buffer",
-    "Instruction",
-    "Place",
-    "RowProgram",
-    "adjacent",
-    "available",
-    "linear",
-    "multiplies_bf16",
-    "pack_weight",
-    "plain_linear",
-    "products_of_one",
-    "row_programs",
-    "unpack_weight",
-]
+from kvshelf.kernels.rowwise.native import LINES, PANEL, WEIGHT_DTYPES, RowProgram, multiply, multiply_lines
 
 
 def available() -> bool:
@@ -57,8 +26,8 @@ def available() -> bool:
 
 
 def row_programs(device: torch.device) -> type[RowProgram] | None:
-    """The class of lists of instructions on a device; None where neither C nor Triton computes there. Triton's takes
-    plain weights `[inputs, outputs]`, and has no `part`."""
+    """The class of row programs on a device; None where neither C nor Triton computes there. Triton's takes plain
+    weights `[inputs, outputs]`, and has no `part`."""
     if form(device) != "triton":
         return RowProgram if device.type == "cpu" and available() else None
     fused: type[RowProgram] = implementation("rowwise", device).FusedProgram
@@ -66,21 +35,21 @@ def row_programs(device: torch.device) -> type[RowProgram] | None:
 
 
 def multiplies_bf16() -> bool:
-    """Whether `linear` takes rows and weights in bf16. Where the processor has AMX, oneDNN's products are meant to be
-    faster, and no such machine was there to measure them."""
+    """Whether `linear` takes rows and weights in bf16. Where the processor has AMX, oneDNN's products should be faster
+    (not measured: no such machine was at hand)."""
     return available() and bf16_products() == Bf16Products.PAIRS
 
 
 def pack_weight(weight: Tensor) -> Tensor:
-    """A weight `[outputs, inputs]` as `[outputs / PANEL, inputs, PANEL]`: read from front to end by a product. In bf16
-    as `[outputs / PANEL, inputs / 2, PANEL, 2]`."""
+    """A weight `[outputs, inputs]` as `[outputs / PANEL, inputs, PANEL]`, in the order in which a product reads it. In
+    bf16 as `[outputs / PANEL, inputs / 2, PANEL, 2]`."""
     outputs, inputs = weight.shape
     paired = (inputs // 2, 2) if weight.dtype == torch.bfloat16 else (inputs,)
     return weight.reshape(outputs // PANEL, PANEL, *paired).transpose(1, 2).contiguous()
 
 
 def unpack_weight(packed: Tensor) -> Tensor:
-    """The weight that `pack_weight` was given."""
+    """The weight `[outputs, inputs]` that `pack_weight` packed."""
     return packed.transpose(1, 2).reshape(packed.shape[0] * PANEL, -1)
 
 
@@ -102,7 +71,7 @@ def linear(x: Tensor, packed: Tensor, bias: Tensor | None, scales: Tensor | None
 
 def _linear(x: Tensor, packed: Tensor, bias: Tensor | None, scales: Tensor | None) -> Tensor:
     require(
-        x.dtype == _rows_of(packed)
+        x.dtype == (torch.bfloat16 if packed.dtype == torch.bfloat16 else torch.float32)
         and packed.dtype in WEIGHT_DTYPES
         and (packed.dtype != torch.bfloat16 or multiplies_bf16())
         and (packed.dtype == torch.int8) == (scales is not None)
@@ -119,16 +88,12 @@ def _linear(x: Tensor, packed: Tensor, bias: Tensor | None, scales: Tensor | Non
     return out.to(x.dtype)
 
 
-def _rows_of(packed: Tensor) -> torch.dtype:
-    return torch.bfloat16 if packed.dtype == torch.bfloat16 else torch.float32
-
-
 def plain_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x `[..., inputs]` times a weight `[outputs, inputs]` as models have it: `[..., outputs]`, fp32 on the CPU.
+    """x `[..., inputs]` times a weight `[outputs, inputs]` that is not packed: `[..., outputs]`, fp32 on the CPU.
     inputs: a multiple of 16; outputs: of 4.
 
-    For a head that is the embedding, too, of which a packed copy would take as much memory again. Sums of a row are the
-    same whatever the other rows. Bytes and FLOPs as of `linear`.
+    It is for a head tied to the embedding, of which a packed copy would take as much memory again. Sums of a row do not
+    depend on the other rows. Bytes and FLOPs are those of `linear`.
     """
     product: Tensor = torch.ops.kvshelf.plain_linear.default(x, weight)
     return product
@@ -153,7 +118,7 @@ def _plain_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _define(schema: str, run: Callable[..., Tensor], shaped: Callable[..., Tensor]) -> None:
-    """An operation of torch, so that traces have it. shaped: its result, without numbers."""
+    """Define an operation of torch, so that traces have it. shaped: makes its result without numbers."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)  # type: ignore[no-untyped-call]
     _LIBRARY.impl(name, run, "CPU")  # type: ignore[no-untyped-call]

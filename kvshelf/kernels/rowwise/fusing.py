@@ -1,4 +1,5 @@
-"""Lists of instructions as few launches: products of the same values are one, and so is what lies between products."""
+"""Lists of instructions as few launches: one for products of the same values, and one for all instructions between
+products."""
 
 from __future__ import annotations
 
@@ -14,18 +15,18 @@ from torch import Tensor
 from kvshelf.kernels.rowwise.instructions import Buffer, Instruction, Place, together
 
 WORDS: Final = 24
-"""Of an instruction in `Fusion.words`."""
+"""Words of an instruction in `Fusion.words`."""
 
 _COLUMNS: Final = 1024
-"""Elements that a program takes of a row of which programs can take parts."""
+"""Elements of a row that a program takes, where several programs share a row."""
 
 _NOWHERE: Final = (-1, 0, 0, 0, 0)
 
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """`inputs` elements of a row at `a`, in the dtype of the weight `[inputs, outputs]`, times it, and the bias
-    `[outputs]`. outs: the buffers that get the outputs, with how many each gets."""
+    """The product of `inputs` elements of a row at `a` with a weight `[inputs, outputs]` of their dtype, plus the bias
+    `[outputs]`. outs: the buffers that get the outputs, and how many each gets."""
 
     a: Place
     inputs: int
@@ -37,17 +38,17 @@ class Product:
 @dataclass(frozen=True, eq=False)
 class Fusion:
     """Instructions that one launch carries out, `WORDS` words each: the operation; three sizes, and those of the tile,
-    `[outer, inner]`; 1 where what the program has stored is read; where `a` and `b` come from ("value": the result of
-    an instruction before, by its number, "number": itself, "memory": a tensor), as number, offset and three strides;
-    and where the result is stored, if anywhere, as number of a tensor (or -1), offset and three strides.
+    `[outer, inner]`; 1 where it reads memory that the program has written; the sources of `a` and `b` ("value": the
+    result of the instruction of a number, "number": a number itself, "memory": a tensor's number, offset and three
+    strides); and the place of the result, as number of a tensor (-1: it is not stored), offset and three strides.
 
-    buffers: those of the tensors, and behind them one of `scratch` elements a row, fp32, if there are any. made: the
-    buffers among them that are its results. parts: programs of a row. tile: elements of the largest one.
+    buffers: those of the tensors, behind which stands one of `scratch` elements a row, fp32, if there are any. results:
+    the buffers that the launch writes for others. parts: programs of a row. tile: elements of the largest tile.
     """
 
     words: tuple[str | int | float, ...]
     buffers: tuple[int, ...]
-    made: tuple[int, ...]
+    results: tuple[int, ...]
     scratch: int
     parts: int
     tile: int
@@ -67,11 +68,11 @@ def fused(
             yield from _products(run)
         else:
             later = {place.buffer for other in runs[index + 1 :] for step in other for place in step.places[1:]}
-            yield _Fusing(run, buffers, later | set(outside)).done()
+            yield _Fusing(run, buffers, later | set(outside)).fusion()
 
 
 def _products(run: Sequence[Instruction]) -> Iterator[Product]:
-    """Products of the same values, as one where their weights lie one behind the other: see `adjacent`."""
+    """Products of the same values, as one where their weights are adjacent in memory: see `adjacent`."""
     joined: list[Instruction] = []
     for step in run:
         assert step.weight is not None
@@ -83,7 +84,7 @@ def _products(run: Sequence[Instruction]) -> Iterator[Product]:
 
 
 def adjacent(one: Tensor | None, other: Tensor) -> bool:
-    """Whether a weight `[inputs, outputs]`, output by output in memory, lies right behind another of as many inputs."""
+    """Whether a weight `[inputs, outputs]`, output by output in memory, lies right after another of as many inputs."""
     if one is None or len(one) != len(other) or not (one.T.is_contiguous() and other.T.is_contiguous()):
         return False
     same = one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
@@ -108,13 +109,13 @@ def _product(joined: Sequence[Instruction]) -> Product:
         outputs = sum(count for _, count in outs)
         weight = weight.as_strided((inputs, outputs), (1, inputs))
         if any(step.bias is not None for step in joined):
-            own = [weight.new_zeros(step.sizes[0]) if step.bias is None else step.bias for step in joined]
-            bias = torch.cat(own)
+            biases = [weight.new_zeros(step.sizes[0]) if step.bias is None else step.bias for step in joined]
+            bias = torch.cat(biases)
     return Product(joined[0].a, inputs, weight, None if bias is None else bias.to(weight.dtype), outs)
 
 
 class _Fusing:
-    """kept: the buffers that are read behind this run."""
+    """A run of instructions on its way to a `Fusion`. kept: the buffers that are read after this run."""
 
     def __init__(self, run: Sequence[Instruction], buffers: Sequence[Buffer], kept: Collection[int]) -> None:
         self._run = run = list(_upright(_tiled(run)))
@@ -129,32 +130,32 @@ class _Fusing:
             for place, source in zip(step.places[1:], sources, strict=True)
             if source is None
         }
-        self._made = self._written & set(kept)
+        self._results = self._written & set(kept)
         self._begins: dict[int, int] = {}
         self._scratch = 0
-        for buffer in sorted((self._written & read) - self._made):
+        for buffer in sorted((self._written & read) - self._results):
             self._begins[buffer] = self._scratch
             self._scratch += buffers[buffer].width
         alike = {step.sizes for step in run} == {(1, 1, run[0].sizes[2])} and "mean" not in {e.operation for e in run}
         self._whole = not alike or bool(self._written & read)
-        outside = read | self._made
-        self._numbers = {b: n for n, b in enumerate(sorted(b for b in outside if self._is_tensor(b)))}
+        single = {b for b in read if (constant := buffers[b].constant) is not None and constant.numel() == 1}
+        tensors = sorted((read | self._results).difference(single, self._begins))
+        self._numbers = {buffer: number for number, buffer in enumerate(tensors)}
 
-    def _is_tensor(self, buffer: int) -> bool:
-        constant = self._buffers[buffer].constant
-        return buffer not in self._begins and (constant is None or constant.numel() > 1)
-
-    def done(self) -> Fusion:
+    def fusion(self) -> Fusion:
         words: list[str | int | float] = []
         unseen: set[int] = set()
-        tiles = [self._tile(step) for step in self._run]
+        tiles = []
+        for step in self._run:
+            inner = _power(step.sizes[2])
+            tiles.append((_power(step.sizes[0] * step.sizes[1]), inner if self._whole else min(_COLUMNS, inner)))
         for step, sources, tile in zip(self._run, self._sources, tiles, strict=True):
             read = {place.buffer for place, source in zip(step.places[1:], sources, strict=True) if source is None}
             waits = bool(read & unseen)
             if waits:
                 unseen.clear()
-            a, b = (self._from(place, source) for place, source in zip(step.places[1:], sources, strict=True))
-            stored = step.out.buffer in self._made or step.out.buffer in self._begins
+            a, b = (self._source(place, source) for place, source in zip(step.places[1:], sources, strict=True))
+            stored = step.out.buffer in self._results or step.out.buffer in self._begins
             if stored:
                 unseen.add(step.out.buffer)
             out = self._place(step.out) if stored else _NOWHERE
@@ -162,17 +163,13 @@ class _Fusing:
         return Fusion(
             words=tuple(words),
             buffers=tuple(self._numbers),
-            made=tuple(sorted(self._made)),
+            results=tuple(sorted(self._results)),
             scratch=self._scratch,
             parts=1 if self._whole else -(-self._run[0].sizes[2] // _COLUMNS),
             tile=max(map(prod, tiles)),
         )
 
-    def _tile(self, step: Instruction) -> tuple[int, int]:
-        outer, inner = step.sizes[0] * step.sizes[1], step.sizes[2]
-        return _power(outer), _power(inner) if self._whole else min(_COLUMNS, _power(inner))
-
-    def _from(self, place: Place, source: int | None) -> tuple[str | int | float, ...]:
+    def _source(self, place: Place, source: int | None) -> tuple[str | int | float, ...]:
         constant = self._buffers[place.buffer].constant
         if constant is not None and constant.numel() == 1:
             return "number", constant.item(), 0, 0, 0, 0
@@ -186,17 +183,17 @@ class _Fusing:
 
 
 def _tiled(run: Sequence[Instruction]) -> list[Instruction]:
-    """The same, in the lines in which a neighbour has the same numbers: then they need no memory between the two."""
+    """The same instructions, each in the lines of a neighbour that has the same numbers: then they need no memory
+    between the two."""
     run, changed = list(run), True
     while changed:
         changed = False
         for i, step in enumerate(run):
-            for lines, width in (other.sizes[1:] for other in run if _in_lines(step, other)):
-                places = (replace(p, strides=(0, width * p.strides[2], p.strides[2])) for p in step.places)
-                out, a, b = places
-                run[i] = replace(step, sizes=(1, lines, width), out=out, a=a, b=b)
+            sizes = next((other.sizes for other in run if _in_lines(step, other)), None)
+            if sizes is not None:
+                out, a, b = (replace(p, strides=(0, sizes[2] * p.strides[2], p.strides[2])) for p in step.places)
+                run[i] = replace(step, sizes=sizes, out=out, a=a, b=b)
                 changed = True
-                break
     return run
 
 
@@ -205,12 +202,13 @@ def _in_lines(step: Instruction, other: Instruction) -> bool:
     outer, lines, width = other.sizes
     if step.operation == "mean" or step.sizes != (1, 1, lines * width) or outer != 1 or lines == 1 or width == 1:
         return False
-    own = {(place.buffer, place.offset) for place in step.places if place.strides[2] == 1}
-    return any((p.buffer, p.offset) in own and p.strides[1:] == (width, 1) for p in other.places)
+    begins = {(place.buffer, place.offset) for place in step.places if place.strides[2] == 1}
+    return any((p.buffer, p.offset) in begins and p.strides[1:] == (width, 1) for p in other.places)
 
 
 def _upright(run: Sequence[Instruction]) -> Iterator[Instruction]:
-    """The same, with numbers that each stand for a line of a tile, as means do, along the tile's other side."""
+    """The same instructions, with numbers that each belong to a line of a tile, as means do, along the tile's other
+    side."""
     columns = set()
     for step in run:
         outer, lines, inner = step.sizes
@@ -224,16 +222,16 @@ def _upright(run: Sequence[Instruction]) -> Iterator[Instruction]:
 
 
 def _source(before: Sequence[Instruction], place: Place, sizes: tuple[int, int, int]) -> int | None:
-    """Which of the instructions before has just these numbers, or one for each line, in its registers."""
+    """The number of the instruction before that has just these numbers, or one for each line, in its registers."""
     writers = [i for i, step in enumerate(before) if step.out.buffer == place.buffer]
     if len(writers) != 1 or before[writers[0]].operation == "narrow" or before[writers[0]].out.offset != place.offset:
         return None
     writer = before[writers[0]]
-    own = (*writer.sizes[:2], 1) if writer.operation == "mean" else writer.sizes
-    for made, size, stride, other in zip(own, sizes, writer.out.strides, place.strides, strict=True):
-        if not ((made == size and (size == 1 or stride == other)) or (made == 1 and other == 0)):
+    written = (*writer.sizes[:2], 1) if writer.operation == "mean" else writer.sizes
+    for count, size, stride, other in zip(written, sizes, writer.out.strides, place.strides, strict=True):
+        if not ((count == size and (size == 1 or stride == other)) or (count == 1 and other == 0)):
             return None
-    return writers[0] if own[:2] == sizes[:2] or own[:2] == (1, 1) else None
+    return writers[0] if written[:2] == sizes[:2] or written[:2] == (1, 1) else None
 
 
 def _power(size: int) -> int:

@@ -1,4 +1,4 @@
-"""Lists of instructions over rows, whatever executes them."""
+"""Lists of instructions over rows, for every device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OPERATIONS: Final = (
 
 @dataclass(frozen=True)
 class Place:
-    """Where a value lies in a row of a buffer: its first element, and the strides of three dimensions."""
+    """The place of a value in a row of a buffer: its first element, and the strides of three dimensions."""
 
     buffer: int
     offset: int
@@ -29,9 +29,10 @@ class Place:
 class Instruction:
     """One operation of `OPERATIONS` on every row.
 
-    sizes: of a row of the result, of "mean" of what it is the mean of over the last, of "linear" the panels, the
-    inputs, or pairs of them, and 1; for Triton the outputs, the inputs and 1. `b` of an operation on one value is `a`.
-    weight, scales, bias: of "linear"; scales where the weight is int8. "narrow" is a copy in the dtype of `out`.
+    sizes: of a row of the result. Those of "mean" are its operand's, whose last dimension it reduces. Those of "linear"
+    are the panels, the inputs or pairs of inputs, and 1; for Triton the outputs, the inputs and 1. `b` of an operation
+    on one value is `a`. weight, scales, bias: of "linear"; scales where the weight is int8. "narrow" is a copy in the
+    dtype of `out`.
     """
 
     operation: str
@@ -50,8 +51,8 @@ class Instruction:
 
 @dataclass(frozen=True, eq=False)
 class Buffer:
-    """Values of `width` elements a row; a constant, which all rows share, is its elements themselves. dtype: for C
-    fp32, or bf16, of whole pairs, of what "narrow" makes."""
+    """Values of `width` elements a row, or a constant that all rows share. dtype: for C fp32, or bf16 in whole pairs
+    for the results of "narrow"."""
 
     width: int
     constant: Tensor | None = None
@@ -59,17 +60,17 @@ class Buffer:
 
     @property
     def words(self) -> int:
-        """Of four bytes, of a row."""
+        """Words of four bytes of a row."""
         return self.width * self.dtype.itemsize // 4
 
 
 def together(instructions: Sequence[Instruction]) -> list[Instruction]:
-    """The same with products of the same values side by side, so that threads divide them in one go. A value is made
-    once, so a product may be made as soon as another of its values is."""
-    made: list[Instruction] = []
-    for each in instructions:
+    """The instructions with products of the same values side by side, so that threads divide them in one go. Each value
+    is written once, so a product may run as soon as another product of its values does."""
+    ordered: list[Instruction] = []
+    for step in instructions:
         alike = [
-            i for i, other in enumerate(made) if each.operation == other.operation == "linear" and other.a == each.a
+            i for i, other in enumerate(ordered) if step.operation == other.operation == "linear" and other.a == step.a
         ]
-        made.insert(alike[-1] + 1 if alike else len(made), each)
-    return made
+        ordered.insert(alike[-1] + 1 if alike else len(ordered), step)
+    return ordered

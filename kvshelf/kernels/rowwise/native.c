@@ -9,9 +9,9 @@
 
 /* Weights are [panels, inner, PANEL]: the outputs of a panel stand in the lanes of vectors. MOST: rows that are worked on
    together with WIDE vectors, as many as registers hold sums of beside a row's number and the vectors of weights. DEPTH:
-   inputs whose weights stay in a first-level cache while all rows pass. ASKED: inputs by which memory is asked in
+   inputs whose weights stay in a first-level cache while all rows pass. FETCHED: inputs by which memory is prefetched in
    advance. PAGE: numbers of a page of memory. BESIDE: rows whose sums of a panel stand in one buffer. */
-enum { PANEL = 32, DEPTH = 256, ASKED = 64, PAGE = 1024, BESIDE = 128 };
+enum { PANEL = 32, DEPTH = 256, FETCHED = 64, PAGE = 1024, BESIDE = 128 };
 #if defined(__AVX512F__)
 enum { MOST = 12, WIDE = 2 };
 #elif defined(__ARM_NEON)
@@ -60,8 +60,8 @@ INLINE void add_panel(const float *x, const int64_t x_step, const void *panel, c
 #pragma GCC unroll 8
         for (int v = 0; v < vectors; v++) sums[r][v] = load(y, r * y_step + v * LANES, FP32);
     for (int64_t k = 0; k < depth; k++) {
-        if (ask) __builtin_prefetch(at_weight(panel, (k + ASKED) * PANEL, type));
-        if (ask && (type == FP32 || type == PAIRS)) __builtin_prefetch(at_weight(panel, (k + ASKED) * PANEL + 16, type));
+        if (ask) __builtin_prefetch(at_weight(panel, (k + FETCHED) * PANEL, type));
+        if (ask && (type == FP32 || type == PAIRS)) __builtin_prefetch(at_weight(panel, (k + FETCHED) * PANEL + 16, type));
         Floats weights[PANEL / LANES];
 #pragma GCC unroll 8
         for (int v = 0; v < vectors; v++) {
@@ -258,19 +258,19 @@ INLINE Floats computed(const int op, const Floats a, const Floats b) {
         case RELU: return larger(a, (Floats){0});
         default: break;
     }
-    Floats found = a;
+    Floats results = a;
     for (int i = 0; i < LANES && op != COPY; i++)
-        found[i] = op == RSQRT ? 1 / sqrtf(a[i]) : 0.5f * a[i] * (1 + erff(a[i] * 0.707106781f));
-    return found;
+        results[i] = op == RSQRT ? 1 / sqrtf(a[i]) : 0.5f * a[i] * (1 + erff(a[i] * 0.707106781f));
+    return results;
 }
 
 /* `count` numbers with a step; a step of 0 repeats one. */
 INLINE Floats some(const float *data, const int64_t step, const int64_t count) {
     if (step == 0) return spread(*data);
     if (step == 1 && count >= LANES) return load(data, 0, FP32);
-    Floats found = {0};
-    for (int64_t i = 0; i < count && i < LANES; i++) found[i] = data[i * step];
-    return found;
+    Floats numbers = {0};
+    for (int64_t i = 0; i < count && i < LANES; i++) numbers[i] = data[i * step];
+    return numbers;
 }
 
 INLINE void map_line(const int op, float *out, const float *a, const float *b, const Instruction *now) {
@@ -278,12 +278,12 @@ INLINE void map_line(const int op, float *out, const float *a, const float *b, c
     const int64_t a_step = now->a.strides[2], b_step = now->b.strides[2];
     const int two = op == MUL || op == ADD || op == SUB;
     for (int64_t i = 0; i < count; i += LANES) {
-        const Floats found = computed(op, some(a + i * a_step, a_step, count - i),
+        const Floats results = computed(op, some(a + i * a_step, a_step, count - i),
                                       two ? some(b + i * b_step, b_step, count - i) : (Floats){0});
         if (out_step == 1 && count - i >= LANES)
-            *(FloatsAnywhere *)(out + i) = found;
+            *(FloatsAnywhere *)(out + i) = results;
         else
-            for (int64_t j = 0; j < count - i && j < LANES; j++) out[(i + j) * out_step] = found[j];
+            for (int64_t j = 0; j < count - i && j < LANES; j++) out[(i + j) * out_step] = results[j];
     }
 }
 
@@ -394,15 +394,15 @@ static void map_piece(const void *context, int64_t i) {
 }
 
 static Stretch stretch_from(const Block *block, const Instruction *first, const Instruction *end) {
-    Stretch found = {block, first, 0, 0, 0};
+    Stretch stretch = {block, first, 0, 0, 0};
     for (const Instruction *now = first; now < end && (now->op == LINEAR) == (first->op == LINEAR); now++) {
         if (now->op == LINEAR && (now->a.buffer != first->a.buffer || now->a.offset != first->a.offset)) break;
-        found.count++;
-        found.panels += now->op == LINEAR ? now->sizes[0] : 0;
+        stretch.count++;
+        stretch.panels += now->op == LINEAR ? now->sizes[0] : 0;
     }
-    found.pieces = found.panels ? (found.panels < PIECES ? found.panels : PIECES)
-                                : (block->rows + ROWS_OF_A_PIECE - 1) / ROWS_OF_A_PIECE;
-    return found;
+    stretch.pieces = stretch.panels ? (stretch.panels < PIECES ? stretch.panels : PIECES)
+                                    : (block->rows + ROWS_OF_A_PIECE - 1) / ROWS_OF_A_PIECE;
+    return stretch;
 }
 
 int64_t phases_of_rows(const RowProgram *a) { return a->rows > a->block_rows ? 1 : a->count; }

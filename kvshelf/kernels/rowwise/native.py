@@ -38,14 +38,14 @@ class _Rows(ctypes.Structure):
 
 
 class RowProgram:
-    """Instructions in order. `outside`: the buffers that are given and taken, by their place in `buffers`; the others
+    """Instructions in order. `outside`: the buffers that the caller passes, by their place in `buffers`; the others
     exist only while a block of rows passes. Not thread-safe."""
 
     def __init__(self, instructions: Sequence[Instruction], buffers: Sequence[Buffer], outside: Sequence[int]) -> None:
         instructions = together(instructions)
-        used = sorted({place.buffer for each in instructions for place in each.places})
+        used = sorted({place.buffer for step in instructions for place in step.places})
         self._at = {buffer: index for index, buffer in enumerate(used)}
-        self._held = [buffers[buffer].constant for buffer in used], list(instructions)  # C has their addresses
+        self._references = [buffers[buffer].constant for buffer in used], list(instructions)  # C has their addresses
         self._outside = [(buffer, 3 * self._at[buffer]) for buffer in outside if buffer in self._at]
         inside = [buffer for buffer in used if buffer not in outside and buffers[buffer].constant is None]
         begins, scratch_row = _packed(instructions, {buffer: buffers[buffer].words for buffer in inside})
@@ -54,7 +54,7 @@ class RowProgram:
             constant = buffers[buffer].constant
             row = (0, buffers[buffer].words, begins.get(buffer, 0)) if constant is None else (constant.data_ptr(), 0, 0)
             self._table[3 * index : 3 * index + 3] = list(row)
-        words = [word for each in instructions for word in self._words(each)]
+        words = [word for step in instructions for word in self._words(step)]
         self._words_of_c = (ctypes.c_int64 * len(words))(*words)
         self._scratch = torch.empty(0)
         self._call = _Rows(
@@ -79,12 +79,12 @@ class RowProgram:
         self._call.scratch = self._scratch.data_ptr()
         return Part(ctypes.addressof(self._call), 0, self)
 
-    def _words(self, each: Instruction) -> list[int]:
-        places = [word for p in each.places for word in (self._at[p.buffer], p.offset, *p.strides)]
-        given = (each.weight, each.scales, each.bias)
-        weight = [0 if tensor is None else tensor.data_ptr() for tensor in given]
-        kind = 0 if each.weight is None else WEIGHT_DTYPES.index(each.weight.dtype)
-        return [OPERATIONS.index(each.operation), *each.sizes, *places, *weight, kind]
+    def _words(self, step: Instruction) -> list[int]:
+        places = [word for p in step.places for word in (self._at[p.buffer], p.offset, *p.strides)]
+        tensors = (step.weight, step.scales, step.bias)
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        kind = 0 if step.weight is None else WEIGHT_DTYPES.index(step.weight.dtype)
+        return [OPERATIONS.index(step.operation), *step.sizes, *places, *addresses, kind]
 
 
 def multiply(x: Tensor, packed: Tensor, scales: Tensor | None, bias: Tensor | None, out: Tensor) -> None:
@@ -93,8 +93,8 @@ def multiply(x: Tensor, packed: Tensor, scales: Tensor | None, bias: Tensor | No
     (panels, inputs), threads = packed.shape[:2], torch.get_num_threads()
     rows = out.numel() // (panels * PANEL)
     sizes = (ctypes.c_int64 * 5)(rows, panels, inputs, _block_rows(rows, threads), WEIGHT_DTYPES.index(packed.dtype))
-    given = (None if each is None else pointer(each) for each in (scales, bias))
-    compiled().kvshelf_multiply(pointer(x), pointer(packed), *given, pointer(out), sizes, threads)
+    optional = (None if tensor is None else pointer(tensor) for tensor in (scales, bias))
+    compiled().kvshelf_multiply(pointer(x), pointer(packed), *optional, pointer(out), sizes, threads)
 
 
 def multiply_lines(x: Tensor, weight: Tensor, out: Tensor) -> None:
@@ -110,19 +110,19 @@ def _block_rows(rows: int, threads: int) -> int:
 
 
 def _packed(instructions: Sequence[Instruction], widths: Mapping[int, int]) -> tuple[dict[int, int], int]:
-    """Where each buffer that is not outside begins, and the elements of a row of all: a buffer whose last reader is
-    done makes room for the next of its width."""
-    last = {place.buffer: i for i, each in enumerate(instructions) for place in each.places}
+    """Where each inside buffer begins, and the elements of a row of all: a buffer whose last reader has run makes room
+    for the next of its width."""
+    last = {place.buffer: i for i, step in enumerate(instructions) for place in step.places}
     begins: dict[int, int] = {}
     free: dict[int, list[int]] = {}
     end = 0
-    for i, each in enumerate(instructions):
-        for buffer in dict.fromkeys(place.buffer for place in each.places):
+    for i, step in enumerate(instructions):
+        for buffer in dict.fromkeys(place.buffer for place in step.places):
             if buffer in widths and buffer not in begins:
                 room = free.get(widths[buffer])
                 begins[buffer] = room.pop() if room else end
                 end = max(end, begins[buffer] + widths[buffer])
-        for buffer in dict.fromkeys(place.buffer for place in each.places):
+        for buffer in dict.fromkeys(place.buffer for place in step.places):
             if buffer in widths and last[buffer] == i:
                 free.setdefault(widths[buffer], []).append(begins[buffer])
     return begins, end

@@ -1,10 +1,10 @@
-"""Lists of instructions on a card: torch multiplies with weights, and one kernel carries out all that lies between two
-products, a row a program, or a part of a row where no number needs another's.
+"""Lists of instructions on a card: torch multiplies with weights, and one kernel carries out all instructions between
+two products, a row a program, or a part of a row where no number needs another's.
 
-The kernel is compiled for the instructions that it is given, so what one makes for the next stays in registers; what
-changes places (a rotation's other halves) goes through memory that the program itself has written, behind a barrier.
-All is computed in fp32 and rounded where it is stored. Bytes: what is given and taken once. Programs of one row are
-few: a step's time there is that of a launch. Share of the limit on a GPU: not measured.
+The kernel is compiled for its instructions, so the result of one stays in registers for the next; values that change
+places (a rotation's other halves) go through memory that the program itself has written, behind a barrier. It computes
+in fp32 and rounds where it stores. Bytes: the caller's buffers once. A single row has few programs: its time is that of
+a launch. Share of the limit on a GPU: not measured.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from kvshelf.kernels.tiles import warps
 
 
 class FusedProgram:
-    """Instructions in order, with weights `[inputs, outputs]` as torch has them. `outside`: the buffers that are given
-    and taken, by their place in `buffers`."""
+    """Instructions in order, with weights `[inputs, outputs]` as torch has them. `outside`: the buffers that the caller
+    passes, by their place in `buffers`."""
 
     def __init__(self, instructions: Sequence[Instruction], buffers: Sequence[Buffer], outside: Sequence[int]) -> None:
         self._buffers = buffers
@@ -31,29 +31,27 @@ class FusedProgram:
 
     def run(self, values: dict[int, Tensor], rows: int) -> None:
         """Execute over `rows` rows. values: each outside buffer, `[rows, width]` with rows of any stride, in its
-        dtype; those that products make are replaced."""
+        dtype; the results of products replace theirs."""
         if not rows:
             return
         memory = values.copy()
         for launch in self._launches:
             if isinstance(launch, Product):
-                memory.update(_multiplied(launch, memory))
+                _multiply(launch, memory)
             else:
                 self._carry_out(launch, memory, rows)
         values.update((buffer, memory[buffer]) for buffer in values)
 
     def _carry_out(self, fusion: Fusion, memory: dict[int, Tensor], rows: int) -> None:
         device = next(iter(memory.values())).device
-        for buffer in fusion.made:
-            if buffer not in memory:
-                of = self._buffers[buffer]
-                memory[buffer] = torch.empty(rows, of.width, dtype=of.dtype, device=device)
-        constants = (self._buffers[buffer].constant for buffer in fusion.buffers)
-        tensors = [memory[b] if own is None else own for b, own in zip(fusion.buffers, constants, strict=True)]
-        strides = [
-            tensor.stride(0) if self._buffers[b].constant is None else 0
-            for b, tensor in zip(fusion.buffers, tensors, strict=True)
-        ]
+        for number in fusion.results:
+            if number not in memory:
+                buffer = self._buffers[number]
+                memory[number] = torch.empty(rows, buffer.width, dtype=buffer.dtype, device=device)
+        constants = [self._buffers[number].constant for number in fusion.buffers]
+        pairs = list(zip(fusion.buffers, constants, strict=True))
+        tensors = [memory[number] if constant is None else constant for number, constant in pairs]
+        strides = [memory[number].stride(0) if constant is None else 0 for number, constant in pairs]
         if fusion.scratch:
             tensors.append(torch.empty(rows, fusion.scratch, device=device))
             strides.append(fusion.scratch)
@@ -64,24 +62,24 @@ class FusedProgram:
             )
 
 
-def _multiplied(product: Product, memory: dict[int, Tensor]) -> dict[int, Tensor]:
+def _multiply(product: Product, memory: dict[int, Tensor]) -> None:
     begin = product.a.offset
     x = memory[product.a.buffer][:, begin : begin + product.inputs]
-    made = torch.mm(x, product.weight) if product.bias is None else torch.addmm(product.bias, x, product.weight)
-    parts = torch.split(made, [count for _, count in product.outs], dim=1)
-    return {buffer: part for (buffer, _), part in zip(product.outs, parts, strict=True)}
+    out = torch.mm(x, product.weight) if product.bias is None else torch.addmm(product.bias, x, product.weight)
+    parts = torch.split(out, [count for _, count in product.outs], dim=1)
+    memory.update((buffer, part) for (buffer, _), part in zip(product.outs, parts, strict=True))
 
 
 @triton.jit
 def carry_out(tensors, STRIDES: tl.constexpr, LIST: tl.constexpr, WORDS: tl.constexpr):
     """One row of all instructions: see `Fusion`."""
-    made = ()
+    values = ()
     for i in tl.static_range(len(LIST) // WORDS):
-        made = made + (_carry_out(tensors, made, STRIDES, LIST, i * WORDS),)  # type: ignore[assignment]  # noqa: RUF005
+        values = values + (_carry_out(tensors, values, STRIDES, LIST, i * WORDS),)  # type: ignore[assignment]  # noqa: RUF005
 
 
 @triton.jit
-def _carry_out(tensors, made, STRIDES: tl.constexpr, LIST: tl.constexpr, AT: tl.constexpr):
+def _carry_out(tensors, values, STRIDES: tl.constexpr, LIST: tl.constexpr, AT: tl.constexpr):
     OPERATION: tl.constexpr = LIST[AT]
     OUTER: tl.constexpr = LIST[AT + 1] * LIST[AT + 2]
     LINES: tl.constexpr = LIST[AT + 2]
@@ -93,13 +91,13 @@ def _carry_out(tensors, made, STRIDES: tl.constexpr, LIST: tl.constexpr, AT: tl.
     inner = tl.program_id(1) * LIST[AT + 5] + tl.arange(0, LIST[AT + 5])[None, :]
     inside = (line < OUTER) & (inner < INNER)
     index = (line // LINES, line % LINES, inner)
-    a = _numbers(tensors, made, index, inside, STRIDES, LIST, AT + 7)
+    a = _numbers(tensors, values, index, inside, STRIDES, LIST, AT + 7)
     if OPERATION == "mul":
-        number = a * _numbers(tensors, made, index, inside, STRIDES, LIST, AT + 13)
+        number = a * _numbers(tensors, values, index, inside, STRIDES, LIST, AT + 13)
     elif OPERATION == "add":
-        number = a + _numbers(tensors, made, index, inside, STRIDES, LIST, AT + 13)
+        number = a + _numbers(tensors, values, index, inside, STRIDES, LIST, AT + 13)
     elif OPERATION == "sub":
-        number = a - _numbers(tensors, made, index, inside, STRIDES, LIST, AT + 13)
+        number = a - _numbers(tensors, values, index, inside, STRIDES, LIST, AT + 13)
     elif OPERATION == "silu":
         number = a * tl.sigmoid(a)
     elif OPERATION == "gelu":
@@ -125,12 +123,12 @@ def _carry_out(tensors, made, STRIDES: tl.constexpr, LIST: tl.constexpr, AT: tl.
 
 @triton.jit
 def _numbers(
-    tensors, made, index, inside, STRIDES: tl.constexpr, LIST: tl.constexpr, AT: tl.constexpr
+    tensors, values, index, inside, STRIDES: tl.constexpr, LIST: tl.constexpr, AT: tl.constexpr
 ):  # fmt: skip
     FROM: tl.constexpr = LIST[AT]
     WHICH: tl.constexpr = LIST[AT + 1]
     if FROM == "value":
-        numbers = made[WHICH]
+        numbers = values[WHICH]
     elif FROM == "number":
         numbers = tl.full((1, 1), WHICH, tl.float32)
     else:

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from kvshelf.kernels.checks import require, require_states
 from kvshelf.kernels.dispatch import implementation
-from kvshelf.kernels.select.counts import Counts, QueuedCounts, total_of
-from kvshelf.kernels.select.eager import importance_of, of_entries
+from kvshelf.kernels.select.eager import Counts, QueuedCounts, importance_of, of_entries, total_of
 
 __all__ = ["Counts", "QueuedCounts", "importance_of", "keep_best", "of_entries", "pack", "select", "total_of"]
 
@@ -58,8 +57,8 @@ def pack(
     )
     if counts is None or mask.device.type == "cpu":
         lengths = mask.sum(dim=1).tolist()
-        given = lengths if counts is None else list(counts)
-        require(given == lengths, "pack", f"counts are {given}, and {lengths} entries of the mask are set", mask=mask)
+        right = counts is None or list(counts) == lengths
+        require(right, "pack", f"counts are {list(counts or ())}, and {lengths} entries of the mask are set", mask=mask)
     else:
         lengths = list(counts)
     packed = implementation("select", keys.device).pack(keys, values, mask, lengths)

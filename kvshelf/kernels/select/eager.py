@@ -3,36 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from kvshelf.kernels.select.counts import Counts, QueuedCounts
+
+@dataclass(frozen=True, eq=False)
+class QueuedCounts:
+    """The entries that each head keeps, where the device computes the numbers and nobody waits for them. counts: of
+    each head, `[heads]` int64 on the device. total: their sum, which the host knows."""
+
+    counts: Tensor
+    total: int
+
+    @cached_property
+    def heads(self) -> Tensor:
+        """The head of each entry, `[total]` int64, in the order in which entries are packed."""
+        heads = torch.arange(len(self.counts), device=self.counts.device)
+        return heads.repeat_interleave(self.counts, output_size=self.total)
+
+    def known(self) -> list[int]:
+        """The counts. Waits for the device."""
+        counts: list[int] = self.counts.tolist()
+        return counts
+
+
+Counts = Sequence[int] | QueuedCounts
+
+
+def total_of(counts: Counts) -> int:
+    """Entries of all heads."""
+    return counts.total if isinstance(counts, QueuedCounts) else sum(counts)
 
 
 def select(scores: Tensor, protected: Tensor, counts: Sequence[int]) -> Tensor:
-    """See `kvshelf.kernels.select.select`. Finds only the least score that is kept, and counts the ties with it: a
-    stable sort of the whole row takes three times as long."""
+    """Finds only the least score that is kept, and counts the ties with it: a stable sort of the whole row takes three
+    times as long."""
     ranked = scores.nan_to_num(torch.inf, torch.inf, torch.inf).masked_fill_(protected, -torch.inf)
-    held = int(protected.sum())
-    wanted = [count - held for count in counts]
-    least = _ranked_at(ranked, wanted)
-    above, tied = ranked > least, ranked == least
-    left = torch.tensor(wanted, device=scores.device).unsqueeze(1) - above.sum(dim=1, keepdim=True)
-    return above | (tied & (tied.cumsum(dim=1) <= left)) | protected
-
-
-def _ranked_at(ranked: Tensor, places: Sequence[int]) -> Tensor:
-    """Of `[rows, N]`, the score at each row's place, `[rows, 1]`: places 1 and 0 both give the best score."""
+    num_protected = int(protected.sum())
+    places = [count - num_protected for count in counts]
+    free = torch.tensor(places, device=scores.device).unsqueeze(1)  # how many are to be chosen
     last = max(1, *places)
     if len(set(places)) == 1:  # then topk need not sort, which halves the time
-        return ranked.topk(last, dim=1, sorted=False).values.amin(dim=1, keepdim=True)
-    at = torch.tensor(places, device=ranked.device).unsqueeze(1)
-    return ranked.topk(last, dim=1).values.gather(1, (at - 1).clamp_min(0))
+        least = ranked.topk(last, dim=1, sorted=False).values.amin(dim=1, keepdim=True)
+    else:
+        least = ranked.topk(last, dim=1).values.gather(1, (free - 1).clamp_min(0))
+    above, tied = ranked > least, ranked == least
+    room = free - above.sum(dim=1, keepdim=True)
+    return above | (tied & (tied.cumsum(dim=1) <= room)) | protected
 
 
 def pack(keys: Tensor, values: Tensor, mask: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ARG001
-    """See `kvshelf.kernels.select.pack`."""
     heads, positions = mask.nonzero().unbind(dim=1)
     return rows_at(keys, heads, positions), rows_at(values, heads, positions), positions.to(torch.int32)
 

@@ -34,9 +34,9 @@ static void select_row(const void *context, int64_t row) {
 }
 
 static int64_t count(const uint8_t *mask, int64_t length) {
-    int64_t found = 0;
-    for (int64_t i = 0; i < length; i++) found += mask[i] != 0;
-    return found;
+    int64_t total = 0;
+    for (int64_t i = 0; i < length; i++) total += mask[i] != 0;
+    return total;
 }
 
 /* mask becomes 1 where an entry is kept. counts: of each row, from the protected entries to all. */

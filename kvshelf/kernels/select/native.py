@@ -19,7 +19,6 @@ from kvshelf.kernels.native import compiled, pointer
 
 
 def select(scores: Tensor, protected: Tensor, counts: Sequence[int]) -> Tensor:
-    """See `kvshelf.kernels.select.select`."""
     mask = torch.empty(scores.shape, dtype=torch.bool)
     ranks = torch.empty(scores.shape, dtype=torch.int32)
     scores, protected = scores.contiguous(), protected.contiguous()
@@ -32,7 +31,6 @@ def select(scores: Tensor, protected: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def pack(keys: Tensor, values: Tensor, mask: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """See `kvshelf.kernels.select.pack`."""
     mask = mask.contiguous()
     heads, length = mask.shape
     begin = list(accumulate(counts, initial=0))
@@ -49,7 +47,7 @@ def pack(keys: Tensor, values: Tensor, mask: Tensor, counts: Sequence[int]) -> t
 def keep_best(
     keys: Tensor, values: Tensor, scores: Tensor, protected: Tensor, counts: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-    """See `kvshelf.kernels.select.keep_best`. None where a head keeps fewer than are protected."""
+    """None where a head keeps fewer than are protected."""
     scores, protected = scores.contiguous(), protected.contiguous()
     heads, length = scores.shape
     begin = list(accumulate(counts, initial=0))
@@ -67,6 +65,6 @@ def keep_best(
 
 
 def _strides(keys: Tensor, values: Tensor) -> ctypes.Array[ctypes.c_int64]:
-    """Of keys, then of values: bytes from head to head, from row to row, and of a row."""
+    """Bytes from head to head, from row to row, and of a row, of keys and then of values."""
     of_both = (number for states in (keys, values) for number in (*states.stride()[:2], states.shape[2]))
     return (ctypes.c_int64 * 6)(*(number * keys.itemsize for number in of_both))

@@ -20,30 +20,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvshelf.kernels.select.counts import Counts, QueuedCounts, total_of
+from kvshelf.kernels.select.eager import Counts, QueuedCounts, total_of
 from kvshelf.kernels.tiles import image_of, least_kept
 from kvshelf.kernels.transfer import upload_numbers
 
 _SPAN = 256
 _TILE_BYTES = 8 * 1024
-"""Of the keys or values that `pack` copies at a time: 64 bytes a thread. Twice as many spill under Triton 3.6."""
+"""Bytes of keys or values that `pack` copies at a time: 64 bytes a thread. Twice as many spill under Triton 3.6."""
 
 
 def select(scores: Tensor, protected: Tensor, counts: Counts) -> Tensor:
-    """See `kvshelf.kernels.select.select`."""
     rows, num_tokens = scores.shape
     mask = torch.empty(scores.shape, dtype=torch.bool, device=scores.device)
-    wanted = counts.counts if isinstance(counts, QueuedCounts) else upload_numbers(counts, scores.device)
+    numbers = counts.counts if isinstance(counts, QueuedCounts) else upload_numbers(counts, scores.device)
     block = min(4096, triton.next_power_of_2(num_tokens))
     _select[(rows,)](
-        scores, protected.view(torch.uint8), wanted, mask.view(torch.uint8), num_tokens, *scores.stride(),
+        scores, protected.view(torch.uint8), numbers, mask.view(torch.uint8), num_tokens, *scores.stride(),
         protected.stride(0), BLOCK=block, num_warps=min(16, max(1, block // 256)),
     )  # fmt: skip
     return mask
 
 
 def pack(keys: Tensor, values: Tensor, mask: Tensor, counts: Counts) -> tuple[Tensor, Tensor, Tensor]:
-    """See `kvshelf.kernels.select.pack`."""
     heads, num_tokens, key_dim = keys.shape
     value_dim, entries = values.shape[2], total_of(counts)
     packed = keys.new_empty(entries, key_dim), values.new_empty(entries, value_dim)
@@ -81,23 +79,23 @@ def _select(
     scores += row * row_stride
     mask += row * num_tokens
     lanes = tl.arange(0, BLOCK)
-    wanted = tl.load(counts + row).to(tl.int32)
+    count = tl.load(counts + row).to(tl.int32)
     for start in range(0, num_tokens, BLOCK):
         tokens = start + lanes
         kept = tl.load(protected + tokens * protected_stride, mask=tokens < num_tokens, other=0)
-        wanted -= tl.sum(kept.to(tl.int32), axis=0)
+        count -= tl.sum(kept.to(tl.int32), axis=0)
 
-    least = least_kept(_images, scores, protected, num_tokens, stride, protected_stride, wanted, BLOCK)
-    left = wanted
+    least = least_kept(_images, scores, protected, num_tokens, stride, protected_stride, count, BLOCK)
+    room = count
     for start in range(0, num_tokens, BLOCK):
         image, _ = _images(scores, protected, start + lanes, num_tokens, stride, protected_stride)
-        left -= tl.sum((image > least).to(tl.int32), axis=0)
+        room -= tl.sum((image > least).to(tl.int32), axis=0)
     for start in range(0, num_tokens, BLOCK):
         tokens = start + lanes
         image, _ = _images(scores, protected, tokens, num_tokens, stride, protected_stride)
         tied = (image == least).to(tl.int32)
-        chosen = (image > least) | ((tied == 1) & (tl.cumsum(tied, axis=0) <= left))
-        left -= tl.sum(tied, axis=0)
+        chosen = (image > least) | ((tied == 1) & (tl.cumsum(tied, axis=0) <= room))
+        room -= tl.sum(tied, axis=0)
         is_protected = tl.load(protected + tokens * protected_stride, mask=tokens < num_tokens, other=0) != 0
         tl.store(mask + tokens, (chosen | is_protected).to(tl.uint8), mask=tokens < num_tokens)
 

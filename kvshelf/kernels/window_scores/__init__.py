@@ -39,10 +39,9 @@ def window_scores(
     """
     states = {"queries": queries, "keys": keys} | ({} if own_keys is None else {"own_keys": own_keys})
     _require("window_scores", 3, states)
-    own = keys if own_keys is None else own_keys
     require(
         queries.shape[1] >= 1
-        and 0 < keys.shape[0] == own.shape[0]
+        and 0 < keys.shape[0] == (keys if own_keys is None else own_keys).shape[0]
         and queries.shape[0] > 0
         and queries.shape[0] % keys.shape[0] == 0
         and kernel >= 1
@@ -60,7 +59,7 @@ def window_scores(
 
 
 def pass_scores(queries: Tensor, keys: Tensor, scale: float, own_keys: Tensor) -> Tensor:
-    """The largest attention that the last rows of many passes behind a document give each of its tokens.
+    """The largest attention that the last rows of many passes after a document give each of its tokens.
 
     Each pass sees the document and its own tokens up to the row, but no other pass: `window_scores` with `own_keys` and
     reduce "max", of all passes together. queries: `[P, q_heads, R, D]`, keys: `[kv_heads, N, D]`, own_keys: `[P,

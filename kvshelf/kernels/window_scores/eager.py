@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -18,18 +17,13 @@ _ROWS_PER_PRODUCT = 128
 
 
 Multiply = Callable[[Tensor, Tensor, Tensor], None]
-"""`multiply` below, or another form of it."""
-
-
-class Halves(NamedTuple):
-    """The two halves of the scores: `multiply` and `add_weights` below, or other forms of them."""
-
-    multiply: Multiply
-    add_weights: Callable[[Tensor, Tensor, Tensor, str], None]
+AddWeights = Callable[[Tensor, Tensor, Tensor, str], None]
+"""`multiply` and `add_weights` below, or other forms of them."""
 
 
 def scores_by(
-    halves: Halves,
+    multiply: Multiply,
+    add_weights: AddWeights,
     queries: Tensor,
     keys: Tensor,
     scale: float,
@@ -38,7 +32,6 @@ def scores_by(
     kernel: int,
     pooling: str,
 ) -> Tensor:
-    """See `kvshelf.kernels.window_scores.window_scores`."""
     (kv_heads, num_keys, dim), (_, num_rows, _) = keys.shape, queries.shape
     future = _future(queries.shape[0] // kv_heads, num_rows, keys.device)
     width = num_keys + (0 if own_keys is None else own_keys.shape[1])
@@ -50,13 +43,14 @@ def scores_by(
             block = slice(start, start + _ROWS_PER_PRODUCT)
             logits, spare = buffers[:, : len(rows[block])]
             own = None if own_keys is None else own_keys[head]
-            _fill_logits(halves.multiply, logits, rows[block], keys[head], own, future[block])
-            halves.add_weights(scores[head], logits, spare, reduce)
+            _fill_logits(multiply, logits, rows[block], keys[head], own, future[block])
+            add_weights(scores[head], logits, spare, reduce)
     return pooled(scores if reduce == "max" else scores.div_(len(future)), kernel, pooling)
 
 
-def pass_scores_by(halves: Halves, queries: Tensor, keys: Tensor, scale: float, own_keys: Tensor) -> Tensor:
-    """See `kvshelf.kernels.window_scores.pass_scores`."""
+def pass_scores_by(
+    multiply: Multiply, add_weights: AddWeights, queries: Tensor, keys: Tensor, scale: float, own_keys: Tensor
+) -> Tensor:
     (passes, q_heads, num_rows, dim), (kv_heads, num_keys, _), length = queries.shape, keys.shape, own_keys.shape[2]
     future = torch.ones(num_rows, length, dtype=torch.bool, device=keys.device).triu(length - num_rows + 1)
     grouped = (queries * scale).view(passes, kv_heads, q_heads // kv_heads, num_rows, dim)
@@ -69,10 +63,10 @@ def pass_scores_by(halves: Halves, queries: Tensor, keys: Tensor, scale: float, 
         for start in range(0, passes, at_once):
             some, own = grouped[start : start + at_once, head], own_keys[start : start + at_once, head]
             logits, spare = buffers[:, : len(some) * rows_of_pass]
-            halves.multiply(some.reshape(-1, dim), keys[head], logits[:, :num_keys])
+            multiply(some.reshape(-1, dim), keys[head], logits[:, :num_keys])
             own_logits = (some @ own.mT[:, None]).float().masked_fill_(future, -torch.inf)  # [passes, group, R, T]
             logits[:, num_keys:] = own_logits.flatten(0, 2)
-            halves.add_weights(scores[head], logits, spare, "max")
+            add_weights(scores[head], logits, spare, "max")
     return scores
 
 
@@ -87,7 +81,6 @@ def add_weights(scores: Tensor, logits: Tensor, spare: Tensor, reduce: str) -> N
 
 
 def window_attention(queries: Tensor, keys: Tensor, scale: float, own_keys: Tensor | None = None) -> Tensor:
-    """See `kvshelf.kernels.window_scores.window_attention`."""
     (group, num_rows, dim), num_keys = queries.shape, keys.shape[0]
     width = num_keys + (0 if own_keys is None else own_keys.shape[0])
     logits = keys.new_empty(group * num_rows, width, dtype=torch.float32)
@@ -113,9 +106,8 @@ def multiply(rows: Tensor, keys: Tensor, out: Tensor) -> None:
         out.copy_(torch.mm(rows, keys.T))
 
 
-_HALVES = Halves(multiply, add_weights)
-window_scores = partial(scores_by, _HALVES)
-pass_scores = partial(pass_scores_by, _HALVES)
+window_scores = partial(scores_by, multiply, add_weights)
+pass_scores = partial(pass_scores_by, multiply, add_weights)
 
 
 def _fill_logits(

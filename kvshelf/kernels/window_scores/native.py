@@ -15,7 +15,6 @@ from kvshelf.kernels.window_scores.eager import window_attention as window_atten
 
 
 def _multiply(rows: Tensor, keys: Tensor, out: Tensor) -> None:
-    """See `eager.multiply`."""
     (count, dim), whole = rows.shape, keys.stride(1) == 1 and out.stride(1) == 1
     if rows.dtype not in TYPES or keys.dtype != rows.dtype or count > FEW_ROWS or dim not in WIDTHS or not whole:
         eager.multiply(rows, keys, out)
@@ -28,7 +27,6 @@ def _multiply(rows: Tensor, keys: Tensor, out: Tensor) -> None:
 
 
 def _add_weights(scores: Tensor, logits: Tensor, spare: Tensor, reduce: str) -> None:
-    """See `eager.add_weights`."""
     rows, width = logits.shape
     compiled().kvshelf_add_weights(
         pointer(logits), pointer(spare), pointer(scores), ctypes.c_int64(rows), ctypes.c_int64(width),
@@ -36,6 +34,5 @@ def _add_weights(scores: Tensor, logits: Tensor, spare: Tensor, reduce: str) -> 
     )  # fmt: skip
 
 
-_HALVES = eager.Halves(_multiply, _add_weights)
-window_scores = partial(eager.scores_by, _HALVES)
-pass_scores = partial(eager.pass_scores_by, _HALVES)
+window_scores = partial(eager.scores_by, _multiply, _add_weights)
+pass_scores = partial(eager.pass_scores_by, _multiply, _add_weights)

@@ -48,7 +48,6 @@ def window_scores(
     kernel: int = 1,
     pooling: str = "avg",
 ) -> Tensor:
-    """See `kvshelf.kernels.window_scores.window_scores`."""
     if kernel > _WIDEST_POOLING:
         return pooled(window_scores(queries, keys, scale, own_keys, reduce), kernel, pooling)
     (q_heads, num_rows, dim), (kv_heads, num_keys, _) = queries.shape, keys.shape
@@ -157,8 +156,8 @@ def _combined(lse, kv_head, start, group_rows, num_splits, BLOCK_ROWS: tl.conste
     slots = start + tl.arange(0, BLOCK_ROWS)
     splits = tl.arange(0, SPLITS)
     place = (kv_head * num_splits + splits[:, None]) * group_rows + slots[None, :]
-    there = (splits < num_splits)[:, None] & (slots < group_rows)[None, :]
-    parts = tl.load(lse + place, mask=there, other=float("-inf"))
+    exists = (splits < num_splits)[:, None] & (slots < group_rows)[None, :]
+    parts = tl.load(lse + place, mask=exists, other=float("-inf"))
     best = tl.maximum(tl.max(parts, axis=0), -1e30)
     whole = best + tl.log2(tl.sum(tl.exp2(parts - best[None, :]), axis=0))
     return tl.where(slots < group_rows, whole, float("inf"))

@@ -1,1 +1,1 @@
-"""Chat templates: where they stand, what they write, and what thoughts look like in them."""
+"""Chat templates: their files, the text that they write, and the marks of thoughts in them."""

@@ -1,4 +1,4 @@
-"""Where a model's chat template is: with the tokenizer, in a file beside the weights, or in one that the user names."""
+"""The source of a model's chat template: the tokenizer, a file beside the weights, or a file that the user names."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _BESIDE: Final = "chat_template.json"
 
 
 def take_template(tokenizer: Any, source: str, chosen: str | None) -> None:
-    """Give a tokenizer its chat template. source: the folder or hub id that it is from. chosen: the name of one of
-    several templates, or a file with one; None: the model's own. Raises `InvalidRequest` for one that is not there."""
+    """Give a tokenizer its chat template. source: the tokenizer's folder or hub id. chosen: the name of one of several
+    templates, or a file with one; None: the model's own. Raises `InvalidRequest` for one that does not exist."""
     if not tokenizer.chat_template:
         tokenizer.chat_template = _beside(source)
     if chosen is None:
@@ -41,17 +41,17 @@ def _beside(source: str) -> str | dict[str, str] | None:
     from transformers.utils import cached_file
 
     try:
-        found = cached_file(
+        path = cached_file(
             source,
             _BESIDE,
             _raise_exceptions_for_gated_repo=False,
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False,
         )
-        said = None if found is None else json.loads(Path(found).read_text(encoding="utf-8"))
+        content = None if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InvalidRequest(f"{_BESIDE} of {source!r} cannot be read: {error}", param="model") from error
-    template = said.get("chat_template") if isinstance(said, dict) else None
+    template = content.get("chat_template") if isinstance(content, dict) else None
     if isinstance(template, list):  # several, by their names
-        return {str(each["name"]): str(each["template"]) for each in template}
+        return {str(named["name"]): str(named["template"]) for named in template}
     return template if isinstance(template, str) and template else None

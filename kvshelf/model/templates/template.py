@@ -1,4 +1,4 @@
-"""A model's chat template: what it writes for a conversation, and what it depends on."""
+"""A model's chat template: the text that it writes for a conversation, and the variables that it reads."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from transformers import PreTrainedTokenizerBase
 from kvshelf.errors import InvalidRequest
 from kvshelf.model.templates.thoughts import Thoughts
 
-Said = Mapping[str, Any]
-"""A message: `role` and `content`; an assistant's may have `tool_calls`, in OpenAI's shape with arguments as objects,
-and `reasoning_content`."""
+Message = Mapping[str, Any]
+"""`role` and `content`; an assistant's message may have `tool_calls`, in OpenAI's shape with arguments as objects, and
+`reasoning_content`."""
 
 ANY_DATE: Final = "2000-01-01"
-"""The day that a template is told where nothing depends on it, and where a document is named whatever the day."""
+"""The day that a template gets where nothing depends on it, and where a document is named whatever the day."""
 
 _DATES: Final = '{%- macro strftime_now(format) -%}{{ kvshelf_dates[format] }}{%- endmacro %}{{ "" }}'
-"""Before a template: tells it a day of ours. transformers takes no function for a variable."""
+"""The beginning of a template that gets its day from kvshelf: transformers takes no function for a variable."""
 
-_OURS: Final = frozenset({
+_RESERVED: Final = frozenset({
     "messages", "strftime_now", "raise_exception", "kvshelf_dates",
     *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
 })  # fmt: skip
-"""What a template reads and no caller may tell it: transformers has each of these for something else."""
+"""Variables of a template that no caller may set: transformers has each of these for something else."""
 _MARK: Final = "\ue000"
 _FAMILIES: Final = (
     ("<|im_start|>", "ChatML"),
@@ -48,7 +48,7 @@ _FAMILIES: Final = (
     ("<|user|>", "Zephyr and Phi"),
     ("USER:", "Vicuna"),
 )
-"""By the first of these marks in a template."""
+"""Marks and the families of templates; the first mark that a template has gives its family."""
 
 
 class ChatTemplate:
@@ -59,7 +59,7 @@ class ChatTemplate:
 
     @property
     def text(self) -> Any:
-        """As the tokenizer has it: a text, several by their names, or None."""
+        """The tokenizer's: a text, several texts by their names, or None."""
         return self._chat.chat_template
 
     def require(self) -> None:
@@ -78,7 +78,7 @@ class ChatTemplate:
 
     @property
     def usable(self) -> bool:
-        """Whether `require` is content."""
+        """Whether `require` raises nothing."""
         return bool(self.text) and (not isinstance(self.text, dict) or "default" in self.text)
 
     @cached_property
@@ -89,23 +89,23 @@ class ChatTemplate:
 
     @cached_property
     def family(self) -> str:
-        """What people call templates that begin turns in this way."""
+        """The usual name of templates that begin turns in this way."""
         return next((name for mark, name in _FAMILIES if mark in self.source), "of its own")
 
     @cached_property
     def variables(self) -> frozenset[str]:
-        """What the template reads besides messages and tools."""
+        """The variables that the template reads, besides messages and tools."""
         read = frozenset(meta.find_undeclared_variables(self._parsed))
-        return read - _OURS - frozenset(self._chat.special_tokens_map) - frozenset(DEFAULT_NAMESPACE)
+        return read - _RESERVED - frozenset(self._chat.special_tokens_map) - frozenset(DEFAULT_NAMESPACE)
 
-    def told(self, named: Mapping[str, Any], effort: str | None) -> dict[str, Any]:
-        """The variables to tell the template. named: by a caller. effort: to think with; "none" and "minimal" ask not
-        to think. Raises `InvalidRequest` for a variable that the template does not read, and where thinking cannot be
-        turned off."""
-        if ours := sorted(set(named) & _OURS):
+    def choose_variables(self, named: Mapping[str, Any], effort: str | None) -> dict[str, Any]:
+        """The variables for the template. named: a caller's. effort: of thinking; "none" and "minimal" turn it off.
+        Raises `InvalidRequest` for a variable that the template does not read, and where thinking cannot be turned
+        off."""
+        if reserved := sorted(set(named) & _RESERVED):
             raise InvalidRequest(
-                f"chat_template_kwargs has {', '.join(ours)}, which kvshelf tells the chat template itself; leave them "
-                "out",
+                f"chat_template_kwargs has {', '.join(reserved)}, which kvshelf tells the chat template itself; leave "
+                "them out",
                 param="chat_template_kwargs",
             )
         unknown = sorted(set(named) - self.variables)
@@ -118,14 +118,14 @@ class ChatTemplate:
         if effort is None:
             return dict(named)
         thinks = effort not in ("none", "minimal")
-        found = {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
-        taken = {name: value for name, value in found.items() if name in self.variables}
-        if not taken and not thinks and Thoughts.of(self.source) is not None:
+        switches = {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
+        known_switches = {name: value for name, value in switches.items() if name in self.variables}
+        if not known_switches and not thinks and Thoughts.of(self.source) is not None:
             raise InvalidRequest(
                 "the chat template of this model has nothing that turns thinking off; leave reasoning_effort out",
                 param="reasoning_effort",
             )
-        return taken | dict(named)
+        return known_switches | dict(named)
 
     @cached_property
     def dated(self) -> bool:
@@ -146,7 +146,7 @@ class ChatTemplate:
 
     @cached_property
     def takes_parts(self) -> bool:
-        """Whether a content must be a list of parts: of a text the template writes nothing."""
+        """Whether a content must be a list of parts, because the template writes nothing for a text."""
         for content in (_MARK, [{"type": "text", "text": _MARK}]):
             try:
                 if _MARK in self._render([{"role": "user", "content": content}], {"add_generation_prompt": False}):
@@ -158,13 +158,13 @@ class ChatTemplate:
     @cached_property
     def _arguments_as_text(self) -> bool:
         """Whether the arguments of a call must be JSON as text: with an object the template fails."""
-        asked = {"role": "user", "content": "?"}
+        question = {"role": "user", "content": "?"}
         shapes: tuple[Any, Any] = ({}, "{}")
         for arguments in shapes:
             call = {"type": "function", "id": "kvshelf01", "function": {"name": "name", "arguments": arguments}}
-            called = {"role": "assistant", "content": "", "tool_calls": [call]}
+            answer = {"role": "assistant", "content": "", "tool_calls": [call]}
             try:
-                self._render([asked, called], {"add_generation_prompt": False})
+                self._render([question, answer], {"add_generation_prompt": False})
             except InvalidRequest:
                 continue
             return bool(arguments == "{}")
@@ -172,55 +172,53 @@ class ChatTemplate:
 
     @cached_property
     def _thoughts_field(self) -> str:
-        """The field of a message in which the template looks for thoughts."""
+        """The field of a message from which the template reads thoughts."""
         fields = ("reasoning_content", "reasoning", "thinking")
         return next((name for name in fields if re.search(rf"\b{name}\b", self.source)), fields[0])
 
-    def _message(self, message: Said) -> Said:
-        """A message as this template reads it."""
+    def _message(self, message: Message) -> Message:
+        """A message in the shape that this template reads."""
         calls, thoughts = message.get("tool_calls"), message.get("reasoning_content")
-        made = {name: value for name, value in message.items() if name != "reasoning_content"}
+        shaped = {name: value for name, value in message.items() if name != "reasoning_content"}
         if thoughts and not (calls and message["content"] and self._thoughts_field == "thinking"):
-            made[self._thoughts_field] = thoughts
+            shaped[self._thoughts_field] = thoughts
         if calls and self._arguments_as_text:
-            made["tool_calls"] = [_with_text(call) for call in calls]
+            shaped["tool_calls"] = [_with_text(call) for call in calls]
         if self.takes_parts and isinstance(message.get("content"), str):
-            made["content"] = [{"type": "text", "text": message["content"]}]
-        return made
+            shaped["content"] = [{"type": "text", "text": message["content"]}]
+        return shaped
 
     def write(
         self,
-        messages: Sequence[Said],
+        messages: Sequence[Message],
         *,
         opening: bool = False,
         tools: Sequence[Any] | None = None,
         options: Mapping[str, Any] | None = None,
         date: str = "",
     ) -> str:
-        """What the template writes for these messages. options: variables, of which it is told those that it reads.
-        date: the day that it is told, as YYYY-MM-DD. Raises `InvalidRequest` for what it refuses."""
+        """The text that the template writes for these messages. options: variables; it gets those that it reads. date:
+        its day, as YYYY-MM-DD. Raises `InvalidRequest` for messages that it refuses."""
         self.require()
         messages = [self._message(message) for message in messages]
-        known = {name: value for name, value in (options or {}).items() if name in self.variables}
-        told = known | {"add_generation_prompt": opening, "tools": tools}
+        variables = {name: value for name, value in (options or {}).items() if name in self.variables}
+        variables |= {"add_generation_prompt": opening, "tools": tools}
         if self.dated:
             day = datetime.datetime.strptime(date or ANY_DATE, "%Y-%m-%d")
-            told |= {
-                "chat_template": _DATES + self.source,
-                "kvshelf_dates": {form: day.strftime(form) for form in self._formats},
-            }
-        return self._render(messages, told)
+            dates = {form: day.strftime(form) for form in self._formats}
+            variables |= {"chat_template": _DATES + self.source, "kvshelf_dates": dates}
+        return self._render(messages, variables)
 
-    def _render(self, messages: Sequence[Said], told: dict[str, Any]) -> str:
+    def _render(self, messages: Sequence[Message], variables: dict[str, Any]) -> str:
         try:
-            text = cast(str, self._chat.apply_chat_template(list(messages), tokenize=False, **told))
+            text = cast(str, self._chat.apply_chat_template(list(messages), tokenize=False, **variables))
             return text.encode(errors="backslashreplace").decode()  # half a surrogate pair, in arguments, as its escape
         except (TemplateError, TypeError, KeyError, ValueError, AttributeError, IndexError) as error:
             raise InvalidRequest(f"the model's chat template refuses these turns: {error}", param="messages") from error
 
 
 class _Generation(Extension):
-    """The tag `generation` of transformers, for reading a template: what is in it counts as it stands."""
+    """The tag `generation` of transformers, for parsing a template: its content is parsed as without the tag."""
 
     tags = {"generation"}
 

@@ -1,4 +1,4 @@
-"""The marks between which the model's chat template has thoughts."""
+"""The marks around thoughts in a model's chat template."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final, Self
 
 @dataclass(frozen=True)
 class Thoughts:
-    """The marks of one template. headers: what may stand before an answer's text, which is no part of it."""
+    """The marks of one template. headers: marks that may stand before an answer's text and are no part of it."""
 
     opening: str
     closing: str
@@ -16,9 +16,9 @@ class Thoughts:
 
     @classmethod
     def of(cls, template: str) -> Self | None:
-        """Those of a chat template; None for one that knows no thoughts."""
+        """The marks of a chat template; None for one without thoughts."""
         for opening, closing, *headers in _KNOWN:
-            # The last names itself: some templates only look for its end, in answers that are sent back.
+            # Some templates have only the end of the last one, to find thoughts in answers that are sent back.
             if closing in template and (opening in template or closing == "</think>"):
                 return cls(opening, closing, tuple(headers))
         return None

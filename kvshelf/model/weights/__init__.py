@@ -1,1 +1,1 @@
-"""Weights that become plain ones, or others, while a model is loaded: of GGUF files, in int8, with an adapter."""
+"""Weights that are changed while a model is loaded: unpacked, converted from GGUF, rounded to int8, with an adapter."""

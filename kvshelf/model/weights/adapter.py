@@ -20,10 +20,10 @@ _KIND = "LORA"
 
 
 def split(name: str) -> tuple[str, Path | None]:
-    """The model's own name and the folder of its adapter, of a name such as `Qwen/Qwen3-0.6B+./contracts`.
+    """Split a name such as `Qwen/Qwen3-0.6B+./contracts` into the model's own name and the folder of its adapter.
 
-    A folder whose own name has a "+" is a model without adapter. Raises `InvalidRequest` for an adapter that is not
-    there, or that cannot be merged into weights, and without peft.
+    A folder whose own name has a "+" is a model without adapter. Raises `InvalidRequest` for an adapter that does not
+    exist or cannot be merged into weights, and without peft.
     """
     base, plus, folder = name.rpartition("+")
     if not plus or Path(name).expanduser().exists():

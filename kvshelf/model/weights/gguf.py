@@ -12,8 +12,6 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -50,7 +48,8 @@ def converted(file: Path) -> Path:
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(folder.with_suffix(".lock")):
+        with folder.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the replicas of a service start at once, and one of them converts
             if not folder.is_dir():
                 _convert(file, folder, digest)
     except OSError as error:
@@ -60,14 +59,6 @@ def converted(file: Path) -> Path:
             param="model",
         ) from error
     return folder
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """The replicas of a service start at once, and one of them converts."""
-    with path.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _convert(file: Path, folder: Path, digest: str) -> None:
@@ -97,8 +88,8 @@ def _convert(file: Path, folder: Path, digest: str) -> None:
 
 
 def _without_quantizer(model: Any) -> Any:
-    """A model of the same configuration without weights of its own. The one that was loaded says that it is quantized,
-    though its weights are plain, and refuses to be saved."""
+    """A model of the same configuration without weights of its own. The loaded model calls itself quantized, though its
+    weights are plain, and refuses to be saved."""
     config = model.config
     if hasattr(config, "quantization_config"):  # transformers 5.2 notes it on the model alone
         del config.quantization_config

@@ -1,4 +1,4 @@
-"""Weights of a byte: each linear layer's rounded to whole numbers from -127 to 127 and a scale for every output.
+"""Weights of a byte: those of each linear layer, rounded to whole numbers from -127 to 127, with a scale an output.
 
 The rounded weights are an fp32 model of its own, with an identity of its own: a number times its scale is exact in
 fp32. So a layer can be multiplied from its bytes, or as it is where no compiled form takes it, and to round twice is to
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
-from kvshelf.kernels.rowwise import PANEL
+from kvshelf.kernels.rowwise.native import PANEL
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 WEIGHTS: Final = ("plain", "int8")
-"""How weights are held: as they are loaded, or rounded to bytes."""
+"""Weights as they are loaded, or rounded to bytes."""
 
 MOST: Final = 127
 """Symmetric: -128 would have no opposite."""
@@ -29,16 +29,15 @@ _LEAST_SCALE: Final = 2.0**-100
 """A smaller one times a number would not be exact."""
 
 _DROPPED_BITS: Final = 0xFF
-"""Of a scale's 24, so that the product with the 7 of a number fits into 24."""
+"""Dropped bits of a scale's 24, so that the product with the 7 bits of a number fits into 24."""
 
 
 def require_int8(model: PreTrainedModel, name: str, *, device: str, dtype: str) -> None:
-    """Raise `InvalidRequest` or `PolicyUnsupported` where a model cannot have weights in int8; it may be one without
+    """Raise `InvalidRequest` or `PolicyUnsupported` where a model cannot have weights in int8. model: may have no
     weights (`loading.skeleton`). Other arguments as of `loading.load`."""
     if device not in ("auto", "cpu") or (device == "auto" and torch.cuda.is_available()):
         raise InvalidRequest(
-            f"weights in int8 are multiplied on a CPU, and the device is {device!r}; take --device cpu",
-            param="weights",
+            f"weights in int8 are multiplied on a CPU, and the device is {device!r}; take --device cpu", param="weights"
         )
     if dtype not in ("auto", "float32"):
         raise InvalidRequest(
@@ -67,15 +66,15 @@ def round_to_int8(model: PreTrainedModel, name: str) -> None:
 
 
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Those that are rounded, by name. A head that the panels do not fit stays as it is."""
+    """The layers that are rounded, by name. A head that the panels do not fit stays unchanged."""
     for layer, module in model.named_modules():
         if type(module) is nn.Linear and not module.weight.shape[0] % PANEL:
             yield layer, module
 
 
 def saved_bytes(model: PreTrainedModel) -> int:
-    """Bytes by which a model in fp32 is smaller with these layers in int8, scales included. A head that is tied to the
-    embedding has its own beside it."""
+    """Bytes by which int8 makes a model in fp32 smaller, scales included. A head that is tied to the embedding gets an
+    int8 copy beside it."""
     tied = model.get_input_embeddings().weight
     saved = 0
     for _, module in linear_layers(model):
@@ -92,7 +91,7 @@ def as_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _unfit(module: nn.Module, *, head: bool) -> str:
-    """Why a module with weights of its own cannot have them in int8; empty where it can, or has none to round."""
+    """The reason why a module's own weights cannot be in int8; "" where they can, or where it has none to round."""
     weights = [weight for weight in module.parameters(recurse=False) if weight.dim() > 1]
     if not weights or isinstance(module, nn.Embedding):
         return ""

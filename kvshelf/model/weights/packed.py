@@ -20,7 +20,7 @@ PACKED: Final = ("gptq", "awq")
 _FORMS: Final = {"gptq": ("gptq", "gptq_v2"), "awq": ("gemm",)}
 _BITS: Final = {"gptq": (2, 4, 8), "awq": (4,)}
 _AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where the columns of a number are in it: column 1 in the fifth four bits, for example."""
+"""The place of each column in a number: column 1 in the fifth four bits, for example."""
 
 _AT_ONCE: Final = 512
 """Outputs of a weight that are unpacked at once, a multiple of the codes of a number: unpacked, they take 32 bits."""
@@ -66,7 +66,8 @@ def plain_weights(source: str, quantized: Mapping[str, Any]) -> dict[str, Tensor
 
 
 def _files(source: str) -> list[Path]:
-    """The files that transformers reads: those of the index, or else the one. Others may lie beside them."""
+    """The files that transformers reads: those of the index, or else `model.safetensors`. Others may lie beside
+    them."""
     from huggingface_hub import snapshot_download
 
     folder = Path(source)

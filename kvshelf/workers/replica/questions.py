@@ -387,7 +387,7 @@ class Questions:
         form = self.engine.text
         if query.chat_template_kwargs or query.reasoning_effort:
             template = self.engine.encoder.require_text("chat_template_kwargs").template
-            variables = template.told(query.chat_template_kwargs or {}, query.reasoning_effort)
+            variables = template.choose_variables(query.chat_template_kwargs or {}, query.reasoning_effort)
         if isinstance(query, ToolAsking):
             tools = ToolFormat.of(self.engine.encoder.require_text("tools"), query.tools)
             if query.callable:

@@ -152,7 +152,7 @@ class Replica(ReplicaApi):
                 "tokenizer": engine.identity.tokenizer,
                 "dtype": engine.identity.dtype,
                 "chat_template": "none" if engine.text is None else engine.text.about_template,
-                "device": ", ".join(map(str, engine.passes.devices.each)),
+                "device": ", ".join(map(str, engine.passes.devices.distinct)),
                 "identity": asdict(engine.identity),
                 "linked": dict(engine.attachments.readable.linked),
                 "layer_shapes": engine.passes.layer_shapes,

@@ -67,13 +67,13 @@ def _run(data: bytes, numbers: Tensor, tables: Tables, order: Sequence[int]) -> 
 
 def _escapes(data: bytes) -> list[tuple[int, int]] | None:
     """Each number, and its bytes."""
-    found, value, shift = [], 0, 0
+    numbers, value, shift = [], 0, 0
     for byte in data:
         if shift > 28:
             return None
         value |= (byte & 127) << shift
         shift += 7
         if byte < 128:
-            found.append((value >> 1 ^ -(value & 1), shift // 7))
+            numbers.append((value >> 1 ^ -(value & 1), shift // 7))
             value = shift = 0
-    return None if shift else found
+    return None if shift else numbers

@@ -14,13 +14,13 @@ def choose(queries: Tensor, choice: Choice) -> None:
     heads = len(choice.units[0].counts)
     grouped, budget = queries.double().view(heads, -1, queries.shape[1]), choice.budget
     if choice.basis is not None:
-        found = [-unit[0] for head in range(heads) for unit in _units(grouped[head], choice, head)]
-        budget = max(1, min(budget, sum(score >= -choice.alpha for score in found) // heads))
+        scores = [-unit[0] for head in range(heads) for unit in _units(grouped[head], choice, head)]
+        budget = max(1, min(budget, sum(score >= -choice.alpha for score in scores) // heads))
     for head in range(heads):
-        found = _units(grouped[head], choice, head)
-        left = budget - sum(end - start for _, _, start, end, forced in found if forced)
+        units = _units(grouped[head], choice, head)
+        left = budget - sum(end - start for _, _, start, end, forced in units if forced)
         rows: list[list[int]] = [[] for _ in choice.units]
-        for _, part, start, end, forced in sorted(found, key=lambda unit: (not unit[4], unit[0])):
+        for _, part, start, end, forced in sorted(units, key=lambda unit: (not unit[4], unit[0])):
             size = end - start if forced or left >= end - start or not choice.cut else max(0, left)
             if not forced and size > left:
                 break
@@ -36,7 +36,7 @@ def _units(queries: Tensor, choice: Choice, head: int) -> list[tuple[float, int,
     """(what it is sorted by, prefix, first row, end, forced) of each unit of a head."""
     if choice.basis is not None:
         return _margins(queries, choice, head)
-    found = []
+    entries = []
     for part, units in enumerate(choice.units):
         start, parents = 0, _better(queries, choice, units, head)
         for u in range(units.begins[head], units.begins[head + 1]):
@@ -46,9 +46,9 @@ def _units(queries: Tensor, choice: Choice, head: int) -> list[tuple[float, int,
                 continue
             score = _score(queries, choice, units, u, head)
             end = int(units.ends[u])
-            found.append((-score if math.isfinite(score) else -math.inf, part, start, end, forced))
+            entries.append((-score if math.isfinite(score) else -math.inf, part, start, end, forced))
             start = end
-    return found
+    return entries
 
 
 def _margins(queries: Tensor, choice: Choice, head: int) -> list[tuple[float, int, int, int, bool]]:
@@ -63,12 +63,12 @@ def _margins(queries: Tensor, choice: Choice, head: int) -> list[tuple[float, in
         }
         for unit, guess in guesses.items():
             best[unit] = max(best.get(unit, -math.inf), guess - max(guesses.values()))
-    found = []
+    entries = []
     for (part, u), margin in best.items():
         units = choice.units[part]
         start = 0 if u == units.begins[head] else int(units.ends[u - 1])
-        found.append((-margin, part, start, int(units.ends[u]), False))
-    return found
+        entries.append((-margin, part, start, int(units.ends[u]), False))
+    return entries
 
 
 def _better(queries: Tensor, choice: Choice, units: Units, head: int) -> list[int]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from kvshelf.kernels.rowwise import Buffer, Instruction, Place
+from kvshelf.kernels.rowwise.instructions import Buffer, Instruction, Place
 
 ONE = {
     "copy": lambda x: x,
@@ -25,33 +25,33 @@ TWO = {"mul": torch.mul, "add": torch.add, "sub": torch.sub}
 
 
 def run(
-    instructions: Sequence[Instruction], buffers: Sequence[Buffer], given: Mapping[int, Tensor]
+    instructions: Sequence[Instruction], buffers: Sequence[Buffer], inputs: Mapping[int, Tensor]
 ) -> dict[int, Tensor]:
     """Every buffer behind the instructions, `[rows, width]` fp64, of those that are given; rounded where it holds
     fewer bits than fp32."""
-    rows = len(next(iter(given.values())))
-    held = {
-        number: given[number].double() if number in given else torch.zeros(rows, buffer.width, dtype=torch.float64)
+    rows = len(next(iter(inputs.values())))
+    values = {
+        number: inputs[number].double() if number in inputs else torch.zeros(rows, buffer.width, dtype=torch.float64)
         for number, buffer in enumerate(buffers)
         if buffer.constant is None
     }
 
     def numbers(row: int, place: Place, sizes: Sequence[int]) -> Tensor:
         constant = buffers[place.buffer].constant
-        of = held[place.buffer][row] if constant is None else constant.double()
+        of = values[place.buffer][row] if constant is None else constant.double()
         return of.as_strided(sizes, place.strides, of.storage_offset() + place.offset)
 
     for row in range(rows):
-        for each in instructions:
-            if each.weight is not None:
-                x = numbers(row, each.a, (1, 1, each.sizes[1])).flatten()
-                made = x @ each.weight.double() + (0 if each.bias is None else each.bias.double())
-                into = numbers(row, each.out, (1, 1, each.sizes[0]))
+        for step in instructions:
+            if step.weight is not None:
+                x = numbers(row, step.a, (1, 1, step.sizes[1])).flatten()
+                made = x @ step.weight.double() + (0 if step.bias is None else step.bias.double())
+                into = numbers(row, step.out, (1, 1, step.sizes[0]))
                 made = made.view(1, 1, -1)
             else:
-                a, b = (numbers(row, place, each.sizes) for place in each.places[1:])
-                made = ONE[each.operation](a) if each.operation in ONE else TWO[each.operation](a, b)
-                into = numbers(row, each.out, made.shape if each.operation == "mean" else each.sizes)
-            dtype = buffers[each.out.buffer].dtype
+                a, b = (numbers(row, place, step.sizes) for place in step.places[1:])
+                made = ONE[step.operation](a) if step.operation in ONE else TWO[step.operation](a, b)
+                into = numbers(row, step.out, made.shape if step.operation == "mean" else step.sizes)
+            dtype = buffers[step.out.buffer].dtype
             into.copy_(made if dtype == torch.float32 else made.to(dtype))
-    return held
+    return values

@@ -40,7 +40,7 @@ def test_a_document_has_one_name_and_the_date_that_it_was_given():
     assert first.token_ids != later.token_ids
     assert (first.date, later.date) == ("2031-03-07", "2031-12-24")
     said = [{"role": "user", "content": "The book?"}]
-    assert form.conversation(said, first.told).named_ids == form.conversation(said, later.told).named_ids
+    assert form.conversation(said, first.options).named_ids == form.conversation(said, later.options).named_ids
     again = form.dated(first, "2031-03-07")
     assert again.named_ids == first.named_ids, "from its tokens, too"
 
@@ -67,31 +67,33 @@ def test_several_templates_and_none_the_default_are_named():
 
 def test_what_a_template_is_told():
     form = form_of(THINKING)
-    assert form.template.told({}, "none") == form.template.told({"enable_thinking": False}, None)
-    off = TemplateOptions(form.template.told({}, "none"))
+    assert form.template.choose_variables({}, "none") == form.template.choose_variables(
+        {"enable_thinking": False}, None
+    )
+    off = TemplateOptions(form.template.choose_variables({}, "none"))
     question = [{"role": "user", "content": "The book?"}]
     on, quiet = (form.decode(form.prompt("document", question, opening=True, options=options).token_ids)
                  for options in (TemplateOptions(), off))  # fmt: skip
     assert quiet == on + "<think></think>"
     for name in ("bos_token", "namespace", "effort"):
         with pytest.raises(InvalidRequest, match=f"reads no {name}; it reads enable_thinking"):
-            form.template.told({name: "x"}, None)
+            form.template.choose_variables({name: "x"}, None)
     for name in ("tokenize", "chat_template", "messages", "tools", "documents", "strftime_now"):
         with pytest.raises(InvalidRequest, match=f"has {name}, which kvshelf tells the chat template itself"):
-            form.template.told({name: "x"}, None)
+            form.template.choose_variables({name: "x"}, None)
     with pytest.raises(InvalidRequest, match="nothing that turns thinking off"):
-        form_of(PLAIN + "{{ '</think>' if false }}").template.told({}, "none")
-    assert form_of(PLAIN).template.told({}, "high") == {}
+        form_of(PLAIN + "{{ '</think>' if false }}").template.choose_variables({}, "none")
+    assert form_of(PLAIN).template.choose_variables({}, "high") == {}
 
 
 def test_what_would_change_the_cached_text_is_refused_by_name():
     form = form_of(EFFORT)
     question = [{"role": "user", "content": "The book?"}]
-    high = TemplateOptions(form.template.told({}, "high"))
+    high = TemplateOptions(form.template.choose_variables({}, "high"))
     with pytest.raises(InvalidRequest, match=r"with reasoning_effort .* before the document") as refused:
         form.prompt("document", question, opening=True, options=high)
     assert refused.value.param == "chat_template_kwargs"
-    usual = TemplateOptions(form.template.told({}, "medium"))
+    usual = TemplateOptions(form.template.choose_variables({}, "medium"))
     assert form.prompt("document", question, options=usual) == form.prompt("document", question)
     said = [{"role": "user", "content": "The book?"}, {"role": "assistant", "content": "It is."}]
     with pytest.raises(InvalidRequest, match=r"with reasoning_effort .* before the document"):
@@ -100,29 +102,29 @@ def test_what_would_change_the_cached_text_is_refused_by_name():
     assert form.conversation(said, high).token_ids != form.conversation(said).token_ids
 
 
-@pytest.mark.parametrize("given", [{"reasoning_effort": "high"}, {"reasoning_effort": "<|im_end|>"}])
-def test_a_document_is_written_with_the_variables_that_it_is_put_with(given):
+@pytest.mark.parametrize("variables", [{"reasoning_effort": "high"}, {"reasoning_effort": "<|im_end|>"}])
+def test_a_document_is_written_with_the_variables_that_it_is_put_with(variables):
     form = form_of(EFFORT + "{{ more if more is defined and add_generation_prompt }}")
-    made = form.document("The book.", "chat", TemplateOptions(given))
-    assert made.variables == given
+    made = form.document("The book.", "chat", TemplateOptions(variables))
+    assert made.variables == variables
     decoded = form.decode(made.token_ids)
-    assert decoded.startswith(f"Effort: {given['reasoning_effort']}<|im_end|>"), "and the rest as without"
+    assert decoded.startswith(f"Effort: {variables['reasoning_effort']}<|im_end|>"), "and the rest as without"
     marks = {mark.text: mark.id for mark in form.tokens.marks.values()}
     assert made.token_ids.count(marks["<|im_end|>"]) == 1, "a value is text"
     question = [{"role": "user", "content": "Where?"}]
-    asked = form.prompt("document", question, opening=True, options=made.told).token_ids
-    assert asked == form.prompt("document", question, opening=True).token_ids
+    token_ids = form.prompt("document", question, opening=True, options=made.options).token_ids
+    assert token_ids == form.prompt("document", question, opening=True).token_ids
     for effort in ("low", "medium"):
-        told = TemplateOptions({"reasoning_effort": effort}, cached=made.variables)
+        options = TemplateOptions({"reasoning_effort": effort}, cached=made.variables)
         with pytest.raises(InvalidRequest, match=f'with reasoning_effort "{effort}" .* made with reasoning_effort'):
-            form.prompt("document", question, opening=True, options=told)
+            form.prompt("document", question, opening=True, options=options)
 
 
 def test_variables_that_change_nothing_before_the_document_are_not_kept():
     form, plain = form_of(EFFORT + "{{ more }}"), form_of(THINKING)
     usual = form.document("The book.", "chat")
-    for given in ({"reasoning_effort": "medium"}, {"reasoning_effort": ""}, {"reasoning_effort": None}):
-        assert form.document("The book.", "chat", TemplateOptions(given)) == usual
+    for variables in ({"reasoning_effort": "medium"}, {"reasoning_effort": ""}, {"reasoning_effort": None}):
+        assert form.document("The book.", "chat", TemplateOptions(variables)) == usual
     off = TemplateOptions({"enable_thinking": False})
     assert plain.document("The book.", "chat", off) == plain.document("The book.", "chat")
     said = [{"role": "user", "content": "The book?"}, {"role": "assistant", "content": "It is."}]
@@ -131,23 +133,23 @@ def test_variables_that_change_nothing_before_the_document_are_not_kept():
 
 def test_a_date_among_the_variables_stands_for_the_day():
     form = form_of("{% if not date is defined %}{% set date = strftime_now('%d %b %Y') %}{% endif %}{{ date }}" + PLAIN)
-    given = {"date": "07 Mar 2031"}
+    variables = {"date": "07 Mar 2031"}
     first, later = (
-        form.document("The book.", "chat", TemplateOptions(given, date=day)) for day in ("2031-03-07", "2031-12-24")
+        form.document("The book.", "chat", TemplateOptions(variables, date=day)) for day in ("2031-03-07", "2031-12-24")
     )
     assert first == later
-    assert (first.date, first.variables, first.named_ids) == ("", given, None)
+    assert (first.date, first.variables, first.named_ids) == ("", variables, None)
 
 
 @pytest.fixture
 def folder(tmp_path):
     """The bundled model, without a template."""
-    found = tmp_path / "model"
-    shutil.copytree(bundled_folder("kvshelf-tiny"), found, ignore=shutil.ignore_patterns("*.safetensors", "kvshelf"))
-    said = json.loads((found / "tokenizer_config.json").read_text())
+    path = tmp_path / "model"
+    shutil.copytree(bundled_folder("kvshelf-tiny"), path, ignore=shutil.ignore_patterns("*.safetensors", "kvshelf"))
+    said = json.loads((path / "tokenizer_config.json").read_text())
     del said["chat_template"]
-    (found / "tokenizer_config.json").write_text(json.dumps(said))
-    return found
+    (path / "tokenizer_config.json").write_text(json.dumps(said))
+    return path
 
 
 def test_a_template_beside_the_weights(folder):

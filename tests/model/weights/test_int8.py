@@ -36,10 +36,10 @@ def engines(tiny_folder) -> dict[str, Engine]:
     return {kind: Engine.load(str(tiny_folder), device="cpu", weights=kind) for kind in ("plain", "int8")}
 
 
-def llama(**given) -> LlamaForCausalLM:
+def llama(**fields) -> LlamaForCausalLM:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 96}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    return LlamaForCausalLM(LlamaConfig(**(sizes | heads | given))).eval()
+    return LlamaForCausalLM(LlamaConfig(**(sizes | heads | fields))).eval()
 
 
 @pytest.mark.parametrize("size", [1e-42, 1e-33, 1e-20, 1.0, 1e30])
@@ -61,7 +61,7 @@ def test_what_is_rounded_twice_is_rounded_once_and_its_products_are_exact(size):
 def test_layers_are_bytes_whose_state_dict_has_the_rounded_weights(tiny_folder, engines):
     rounded, _ = models.load(str(tiny_folder), device="cpu", dtype="auto", weights="int8")
     model = engines["int8"].model
-    assert [each.weight.dtype for each in model.modules() if isinstance(each, Int8Linear)] == [torch.int8] * 14
+    assert [module.weight.dtype for module in model.modules() if isinstance(module, Int8Linear)] == [torch.int8] * 14
     assert engines["int8"].passes.program is not None
     before, after = rounded.state_dict(), model.state_dict()
     assert list(after) == list(before)
@@ -92,11 +92,11 @@ def test_a_replica_has_the_weights_of_its_configuration(tiny_folder, engines, tm
 def test_without_a_compiled_form_torch_answers_as_the_same_model(tiny_folder, engines, monkeypatch):
     monkeypatch.setattr(prepacking, "available", lambda: False)
     torchs = Engine.load(str(tiny_folder), device="cpu", weights="int8")
-    assert not any(isinstance(each, Int8Linear) for each in torchs.model.modules())
+    assert not any(isinstance(engine, Int8Linear) for engine in torchs.model.modules())
     assert torchs.identity == engines["int8"].identity
     cache = engines["int8"].compress(list(range(5, 105)), layout="plain")
-    told = {tuple(each.answer(cache, [7, 8, 9]).token_ids) for each in (torchs, engines["int8"])}
-    assert len(told) == 1
+    answers = {tuple(engine.answer(cache, [7, 8, 9]).token_ids) for engine in (torchs, engines["int8"])}
+    assert len(answers) == 1
 
 
 @needs_library
@@ -159,7 +159,7 @@ def test_a_model_whose_layers_cannot_have_it_is_refused_by_name_before_it_is_loa
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("options", "said"),
     [
         ({"weights": "int4"}, "'int4'; one of plain, int8"),
         ({"weights": "int8", "device": "cuda"}, "multiplied on a CPU"),
@@ -167,9 +167,9 @@ def test_a_model_whose_layers_cannot_have_it_is_refused_by_name_before_it_is_loa
         ({"weights": "int8", "dtype": "bfloat16"}, "multiplied in float32"),
     ],
 )
-def test_what_int8_cannot_be_is_refused(given, said, tiny_folder):
+def test_what_int8_cannot_be_is_refused(options, said, tiny_folder):
     with pytest.raises(InvalidRequest, match=said):
-        Engine.load(str(tiny_folder), **given)
+        Engine.load(str(tiny_folder), **options)
 
 
 def test_processes_that_share_a_model_have_plain_weights(tiny_folder):

@@ -86,7 +86,7 @@ class Seating:
         self._kind = kind
         weighed = Wants.WEIGHTS in kind.wants
         self._suffixes = tuple(
-            SuffixRows((slab.capacity,) * slab.slots, (-1,) * slab.slots, asked=(weighed,) * slab.slots)
+            SuffixRows((slab.capacity,) * slab.slots, (-1,) * slab.slots, observed=(weighed,) * slab.slots)
             for slab in slabs
         )
         self._slots = slots = composition.layout.num_tokens

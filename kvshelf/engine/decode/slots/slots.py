@@ -81,7 +81,7 @@ class Slots:
     def of(cls, passes: Passes) -> Slots | None:
         """None where nothing would be gained, or no recording can be made: on a CPU, and for a model on several devices
         (with a warning), in several processes, or whose code may ask the device how long a call is."""
-        devices = passes.devices.each
+        devices = passes.devices.distinct
         if devices[0].type != "cuda" or passes.ranks is not None or passes.facts.one_by_one:
             return None
         slots = cls(devices[0], GraphRecorder(devices[0]))
