@@ -117,7 +117,7 @@ class AttachedCache(StatefulCache):
     def begin(self, rows: int) -> dict[str, Any]:
         """Prepare a pass over tokens `[rows, T]`. Returns keywords for the model's attention function. Raises
         `InvalidRequest` where the states that the pass continues are of other rows."""
-        held = next((len(state.tensor) for states in self.held() for state in states), rows)
+        held = next((len(state.tensor) for states in self.states() for state in states), rows)
         if held != rows:
             raise InvalidRequest(
                 f"the pass has {rows} rows, and the recurrent states before it are of {held}; attach the document "
@@ -144,11 +144,11 @@ class AttachedCache(StatefulCache):
 
 
 class UnboundedLayer(CacheLayerMixin):  # type: ignore[misc]
-    """A layer of a cache without sliding window and without a longest length. given: what it gave the model in this
-    pass, for the layers that read it."""
+    """A layer of a cache without sliding window and without a longest length. visible: the keys and values that it
+    returned in this pass, for the layers that read them."""
 
     is_sliding = False
-    given: tuple[Any, Any]
+    visible: tuple[Any, Any]
 
     def get_max_length(self) -> int:
         """-1: no longest length."""
@@ -166,8 +166,8 @@ class PassingLayer(UnboundedLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
         """The states of this call's tokens, as they are."""
-        self.given = key_states, value_states
-        return self.given
+        self.visible = key_states, value_states
+        return self.visible
 
     def get_seq_length(self) -> Any:
         """0 where the model looks at positions alone."""
@@ -191,7 +191,7 @@ class ReadingLayer(PassingLayer):
 
     def update(self, *_: Any, **__: Any) -> tuple[Any, Any]:
         """What that layer gave in this pass."""
-        return self._read.given
+        return self._read.visible
 
     def get_seq_length(self) -> Any:
         """As of that layer."""
@@ -253,8 +253,8 @@ class AttachedLayer(UnboundedLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
         """Append this call's keys and values to the suffix. Returns the `AttachedStates` twice."""
         states = self._appended(key_states, value_states)
-        self.given = states, states
-        return self.given
+        self.visible = states, states
+        return self.visible
 
     def _appended(self, key_states: Tensor, value_states: Tensor) -> AttachedStates:
         if not self.is_initialized:

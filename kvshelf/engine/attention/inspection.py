@@ -74,7 +74,7 @@ def layer_shapes(
             _require_window(index, observer.layers[index].window, each.window)
     return tuple(
         observer.layers.get(index, LayerShape())._replace(states=tuple(state.shape for state in alone(states, 0)))
-        for index, states in enumerate(cache.held())
+        for index, states in enumerate(cache.states())
     )
 
 
@@ -141,7 +141,7 @@ def _states_behind(
         given = {attached.CACHE_ARGUMENT: cache, **handover.begin()}
         model.base_model(input_ids=piece, position_ids=positions, use_cache=True, **given)
         start += piece.shape[1]
-    return [state.tensor.float() for states in cache.held() for state in states if state.role == "recurrent"]
+    return [state.tensor.float() for states in cache.states() for state in states if state.role == "recurrent"]
 
 
 def _empty(

@@ -60,7 +60,7 @@ class StateLayer(_Layer):  # type: ignore[misc]
         self._begun = True
         fill(self, self._source())
 
-    def held(self) -> list[State]:
+    def states(self) -> list[State]:
         """The states behind the last token, `[rows, ...]`."""
         conv = [State("conv", number, found) for number, found in self.conv_states.items() if found is not None]
         return conv + [
@@ -78,7 +78,7 @@ class StateLayer(_Layer):  # type: ignore[misc]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row."""
-        rows = next((len(state.tensor) for state in self.held()), 0)
+        rows = next((len(state.tensor) for state in self.states()), 0)
         self.reorder_cache(torch.arange(rows, device=self.device).repeat_interleave(repeats))
 
 
@@ -96,9 +96,9 @@ class StatefulCache(Cache):  # type: ignore[misc]
         found: Tensor | None = super().get_recurrent_state(layer_idx, state_idx)
         return found
 
-    def held(self) -> list[list[State]]:
+    def states(self) -> list[list[State]]:
         """The states of each layer behind the last token, `[rows, ...]`; none where it has none."""
-        return [layer.held() if isinstance(layer, StateLayer) else [] for layer in self.layers]
+        return [layer.states() if isinstance(layer, StateLayer) else [] for layer in self.layers]
 
     def _begin(self, layer_idx: int) -> None:
         layer = self.layers[layer_idx]

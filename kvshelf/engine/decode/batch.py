@@ -147,7 +147,7 @@ class DecodeBatch:
         asking = [row for row, place in enumerate(step.places) if place.complete]
         logits = self._passes.continuing(ids, positions, past, last)[asking, 0]
         step.weigh_suffixes(plan.weights)
-        return _Out(Choices.of(logits, step.asking), past.cache.held())
+        return _Out(Choices.of(logits, step.asking), past.cache.states())
 
     def _in_slots(self, slots: Slots, step: _Step, checkpoint: Checkpoint, wait: Wait) -> Choices:
         """A step whose rows sit in slots."""
@@ -520,8 +520,8 @@ class _BatchLayer(PassingLayer):
         states = AttachedStates(
             prefixes, suffixes, layout, key_states, value_states, None, self._step.weigh, choose, room
         )
-        self.given = states, states
-        return self.given
+        self.visible = states, states
+        return self.visible
 
     def _prefixes(self) -> list[tuple[Prefix, ...]]:
         return [document.prefixes(self._index, self._wait) for document in self._step.read]

@@ -112,7 +112,7 @@ class Projection:
             self._run(self._with(layers), cache, positions.to(device), input_ids=ids)
             for index, (layer, seen) in enumerate(zip(layers, cache.layers, strict=True)):
                 assert layer.residuals is not None
-                own = [states[0] for states in seen.given]
+                own = [states[0] for states in seen.visible]
                 self.require_exact(index, layer.residuals[0], positions, own)
         return self
 

@@ -111,7 +111,7 @@ class ChunkedPrefill(ForwardContext):
         if self._protected.any():
             layer = replace(layer, queries=layer.queries[:, :, ~self._protected.to(layer.queries.device)])
         own.reduce(layer, self._chunk)
-        del own.given  # all states of this pass, which no other layer reads
+        del own.visible  # all states of this pass, which no other layer reads
         absorbed = time.perf_counter()
         self._checkpoint()
         self.compress_s += absorbed - started
@@ -225,7 +225,7 @@ class RejudgedLayer(ReadLayer):
         self._taken = self._with(layer)
         hidden = attended.keys.new_zeros(1, layer.kv_heads, len(judged), dtype=torch.bool)
         hidden[0, :, judged] = self._absorber.policy.hidden(self._taken, layer.num_tokens)
-        states = cast(AttachedStates, self.given[0])
+        states = cast(AttachedStates, self.visible[0])
         (rows,) = states.layout.suffixes
         states.layout = replace(states.layout, suffixes=(replace(rows, hidden=hidden),))
 

@@ -56,7 +56,7 @@ def read(passes: Passes, job: Job, context: ForwardContext) -> tuple[States, ...
         return cache_class(StatefulCache, passes.model)(layers=layers)
 
     passes.causal(replace(job, passes=()).inputs(passes.devices.inputs), context, cache=made)
-    return tuple(States(alone(layer.held(), 0) if isinstance(layer, StateLayer) else ()) for layer in layers)
+    return tuple(States(alone(layer.states(), 0) if isinstance(layer, StateLayer) else ()) for layer in layers)
 
 
 def _empty(index: int, kind: LayerKind, handover: Handover) -> StateLayer | PassingLayer:
@@ -74,7 +74,7 @@ def _appended(passes: Passes, parent: Parent, document: DocumentView, context: F
     ids = torch.tensor([list(document.token_ids)], device=passes.devices.inputs)
     with torch.no_grad(), past.begun_by(passes.model.base_model):
         _run(passes, past, ids, torch.tensor([[document.first_position]], device=ids.device), context)
-    return tuple(States(alone(states, 0)) for states in past.held())
+    return tuple(States(alone(states, 0)) for states in past.states())
 
 
 @dataclass(frozen=True, eq=False)
