@@ -32,7 +32,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal
 
 import torch
@@ -124,24 +124,23 @@ class Probe:
 
     @classmethod
     def of(cls, document: DocumentView, count: int = CUES) -> Probe | None:
-        """At most `count` cues; None for a document that is too short for one."""
+        """Of at most `count` cues; None for a document that is too short for one."""
         places = tuple(cue_places(document, count))
         if not places:
             return None
         ids = document.token_ids
         answers = tuple(tuple(ids[at : at + ANSWER]) for at in places)
-        passes = tuple(document.cue(_asked(at), slice(at - GIVEN, at + ANSWER - 1)) for at in places)
+        passes = tuple(document.cue(_cue_tokens(at), slice(at - GIVEN, at + ANSWER - 1)) for at in places)
         full = count >= CUES or len(places) < count
         return cls(places, answers, passes, tuple(ids[: document.protected_prefix]), full)
 
     def only(self, cues: Sequence[int]) -> Probe:
-        """These cues."""
-        return Probe(
-            tuple(self.places[at] for at in cues),
-            tuple(self.answers[at] for at in cues),
-            tuple(self.passes[at] for at in cues),
-            self.prefix,
-            self.full,
+        """The probe with these cues alone."""
+        return replace(
+            self,
+            places=tuple(self.places[at] for at in cues),
+            answers=tuple(self.answers[at] for at in cues),
+            passes=tuple(self.passes[at] for at in cues),
         )
 
     @property
@@ -155,12 +154,12 @@ class Probe:
         return self.length * len(self.passes)
 
     def reading(self, device: torch.device) -> Tensor:
-        """Where the same tokens are predicted while the document is read: `[cues * T]`."""
+        """The tokens at which the answers are predicted while the document is read, `[cues * T]`."""
         begins = torch.tensor(self.places, device=device)[:, None]
         return (begins + torch.arange(-1, ANSWER - 1, device=device)).flatten()
 
     def predicting(self, first: int, device: torch.device) -> Tensor:
-        """Where the predictions stand in a sequence in which the first cue begins at token `first`: `[cues * T]`."""
+        """The tokens at which the answers are predicted, `[cues * T]`, where the first cue begins at token `first`."""
         ends = torch.arange(1, len(self.passes) + 1, device=device)[:, None] * self.length
         return (ends + torch.arange(-ANSWER, 0, device=device)).flatten() + first
 
@@ -182,7 +181,7 @@ class CueAgreement:
 class Reference:
     """The full cache's predictions for the cues of a probe that count; T = 6 for each.
 
-    document: the digest of the document's ids, as in an `Identity`. asked: cues of the whole probe. `probe` has those
+    document: the digest of the document's ids, as in an `Identity`. num_cues: of the whole probe. `probe` has those
     that count. likeliest: `[cues * T, 64]` token ids. log_probs: `[cues * T, 65]` fp32 of these and of all others
     together. decided: of each cue, the first token that the document decides, `[cues]` of `cues * T`. finite: whether
     the model's logits are numbers. probe_s: seconds that the full cache's answers took, those of a shared pass by their
@@ -190,7 +189,7 @@ class Reference:
     """
 
     document: str
-    asked: int
+    num_cues: int
     probe: Probe
     likeliest: Tensor
     log_probs: Tensor
@@ -202,11 +201,11 @@ class Reference:
     def of(cls, document: str, probe: Probe, full: Iterable[Tensor], before: Iterable[Tensor]) -> Reference:
         """From logits of the full cache, and of the model before it knew the document: `[cues * T, vocabulary]` each,
         in parts `[rows, vocabulary]`. probe_s: 0, as only the caller knows it."""
-        told = []
-        for part in full:
-            tokens = part.topk(min(_LIKELIEST, part.shape[-1]), dim=-1).indices
-            told.append((tokens, _events([part], tokens)[0]))
-        likeliest, log_probs = (torch.cat(parts) for parts in zip(*told, strict=True))
+        parts = []
+        for logits in full:
+            tokens = logits.topk(min(_LIKELIEST, logits.shape[-1]), dim=-1).indices
+            parts.append((tokens, _events([logits], tokens)[0]))
+        likeliest, log_probs = map(torch.cat, zip(*parts, strict=True))
         own = torch.tensor(probe.answers, device=likeliest.device).flatten()  # the document's tokens
         known = _events(before, own[:, None])[0][:, 0].exp()
         decided = decides(own, likeliest[:, 0], log_probs[:, 0].exp(), known).view(-1, ANSWER)
@@ -246,20 +245,20 @@ class Reference:
     def quality(self, answered: Sequence[CueAgreement]) -> Quality:
         """Of a compressed cache, from cues that count: all, or those before a floor was out of reach. `kl` is not
         finite where its logits are not. probe_s: of the full cache's answers."""
-        known = sorted(answered, key=lambda one: one.cue)
-        agreed, kl = [one.agreed for one in known], sum(one.kl for one in known) / len(known)
-        cues, most = len(known), len(self.probe.places)
+        answered = sorted(answered, key=lambda answer: answer.cue)
+        agreed, cues, most = [answer.agreed for answer in answered], len(answered), len(self.probe.places)
+        kl = sum(answer.kl for answer in answered) / cues
         low, high = bounds(sum(agreed), cues)
         reason = None if cues == most else f"{cues} of the {most} cues that count show that the floor is out of reach"
         return Quality(
             agreement=sum(agreed) / cues,
             low=low if cues >= LEAST else None,
             high=high,
-            worst=worst_part([self.probe.places[one.cue] for one in known], agreed),
+            worst=worst_part([self.probe.places[answer.cue] for answer in answered], agreed),
             cues=cues,
-            asked=self.asked,
+            asked=self.num_cues,
             full=self.probe.full and cues == most,
-            reason=reason if cues >= LEAST else f"{self.told}, and a bound takes {LEAST}",
+            reason=reason if cues >= LEAST else f"{self._count_text}, and a bound takes {LEAST}",
             kl=kl if math.isnan(kl) else max(kl, 0.0),
             probe_s=self.probe_s,
             version=VERSION,
@@ -268,14 +267,13 @@ class Reference:
     def undecided(self) -> Quality:
         """The quality of any cache where no cue counts."""
         return Quality(
-            agreement=None, low=None, high=None, worst=None, cues=0, asked=self.asked, reason=self.told, kl=0.0,
-            full=self.probe.full, probe_s=self.probe_s, version=VERSION,
+            agreement=None, low=None, high=None, worst=None, cues=0, asked=self.num_cues, reason=self._count_text,
+            kl=0.0, full=self.probe.full, probe_s=self.probe_s, version=VERSION,
         )  # fmt: skip
 
     @property
-    def told(self) -> str:
-        """How many cues count, for people."""
-        return f"the document decides {len(self.probe.places) or 'none'} of the {self.asked} cues that it was asked"
+    def _count_text(self) -> str:
+        return f"the document decides {len(self.probe.places) or 'none'} of the {self.num_cues} cues that it was asked"
 
 
 def decides(own: Tensor, likeliest: Tensor, likely: Tensor, known: Tensor) -> Tensor:
@@ -287,15 +285,15 @@ def decides(own: Tensor, likeliest: Tensor, likely: Tensor, known: Tensor) -> Te
 def _events(logits: Iterable[Tensor], tokens: Tensor) -> tuple[Tensor, Tensor]:
     """From logits `[n, vocabulary]`, in parts, and token ids `[n, k]`: log-probabilities `[n, k + 1]` fp32 of these
     tokens and of all others together, and the largest of any token `[n]`."""
-    found, highest, done = [], [], 0
+    log_probs, highest, done = [], [], 0
     for rows in (rows for part in logits for rows in torch.split(part, _CHUNK)):
         chosen, done = tokens[done : done + len(rows)], done + len(rows)
-        log_probs = rows.float().log_softmax(dim=-1)
-        highest.append(log_probs.amax(dim=-1))
-        named = log_probs.gather(-1, chosen)
+        of_all = rows.float().log_softmax(dim=-1)
+        highest.append(of_all.amax(dim=-1))
+        named = of_all.gather(-1, chosen)
         others = (1 - named.exp().sum(dim=-1, keepdim=True)).clamp(min=1e-6).log()
-        found.append(torch.cat([named, others], dim=-1))
-    return torch.cat(found), torch.cat(highest)
+        log_probs.append(torch.cat([named, others], dim=-1))
+    return torch.cat(log_probs), torch.cat(highest)
 
 
 def bounds(agreed: int, cues: int) -> tuple[float, float]:
@@ -325,10 +323,10 @@ def worst_part(places: Sequence[int], agreed: Sequence[bool]) -> WorstPart:
     groups = list(_groups(range(len(places)), parts))
     worst = min(groups, key=lambda group: sum(agreed[at] for at in group) / len(group))
     share = sum(agreed[at] for at in worst) / len(worst)
-    return {"from": _asked(places[worst[0]]).start, "to": places[worst[-1]] + ANSWER, "agreement": share}
+    return {"from": _cue_tokens(places[worst[0]]).start, "to": places[worst[-1]] + ANSWER, "agreement": share}
 
 
-def _asked(at: int) -> slice:
+def _cue_tokens(at: int) -> slice:
     """The tokens of the document that a cue asks with, whose predicted tokens begin at token `at`."""
     end = at - GIVEN - SKIPPED
     return slice(end - ASKED, end)
@@ -348,7 +346,11 @@ def cue_places(document: DocumentView, count: int) -> list[int]:
     first = prefix + ASKED + SKIPPED + GIVEN
     allowed = [at for at in range(first, last + 1) if (at - prefix - CUE_ASKED) % CUE_EVERY]
     if document.images:
-        allowed = [at for at in allowed if not _sees_image(document, at - ASKED - SKIPPED - GIVEN, at + ANSWER)]
+        allowed = [
+            at
+            for at in allowed
+            if not any(first < at + ANSWER and at - ASKED - SKIPPED - GIVEN < end for first, end in document.images)
+        ]
     frequency = Counter(ids)
     rarity = [-math.log(frequency[token]) for token in ids]
     taken = bytearray(document.num_tokens)
@@ -365,9 +367,6 @@ def cue_places(document: DocumentView, count: int) -> list[int]:
                     chosen.append(best)
     return sorted(chosen)
 
-
-def _sees_image(document: DocumentView, first: int, end: int) -> bool:
-    return any(begin < end and first < behind for begin, behind in document.images)
 
 
 def _free(taken: bytearray, at: int) -> bool:
@@ -393,8 +392,8 @@ def ask(model: PreTrainedModel, probe: Probe, past: AttachedCache) -> Iterator[T
     cues = min(past.rows_at_once, rows_at_once(model) // ANSWER)
     for ids in torch.split(probe.ids(input_device(model)), cues):
         past.reset()
-        pieces = [model(each, logits_to_keep=ANSWER, **{CACHE_ARGUMENT: past}).logits for each in past.pieces(ids)]
-        yield torch.cat(pieces, dim=1)[:, -ANSWER:].flatten(0, 1)
+        logits = [model(piece, logits_to_keep=ANSWER, **{CACHE_ARGUMENT: past}).logits for piece in past.pieces(ids)]
+        yield torch.cat(logits, dim=1)[:, -ANSWER:].flatten(0, 1)
 
 
 def ask_without(model: PreTrainedModel, probe: Probe) -> Iterator[Tensor]:

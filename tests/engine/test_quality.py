@@ -232,7 +232,7 @@ KNOWN, UNKNOWN, GUESSED = [EVEN, LIKELY, SURE] * 2, [EVEN, OTHER] * 3, [[0.2, 0.
 
 def test_a_cue_agrees_where_the_first_token_that_the_document_decides_is_found():
     found = reference([KNOWN, KNOWN, UNKNOWN, KNOWN], [GUESSED] * 4)
-    assert (found.asked, found.probe.places) == (4, (20, 26, 38))  # the third is not asked again
+    assert (found.num_cues, found.probe.places) == (4, (20, 26, 38))  # the third is not asked again
     told = logits([OTHER, LIKELY, OTHER] * 2, [SURE, OTHER, SURE] * 2, [OTHER] * 6)
     assert compared(found, [told]).agreement == pytest.approx(1 / 3)
     assert compared(found, [logits(KNOWN, KNOWN, KNOWN)]).kl == pytest.approx(0, abs=1e-6)

@@ -46,7 +46,7 @@ def layer_shapes(
     observer, kind = _ShapeObserver(attending(kinds)), type(model).__name__
     handover = Handover(absorbed)
     layers = [_empty(index, each, absorbed, handover) for index, each in enumerate(kinds)]
-    cache = cache_class(StatefulCache, model)(layers=attached.reading(layers, readers(kinds)))
+    cache = cache_class(StatefulCache, model)(layers=attached.with_readers(layers, readers(kinds)))
     given = {attached.CACHE_ARGUMENT: cache, CONTEXT: observer, **handover.begin()}
     with torch.no_grad(), kvshelf_attention(model):
         try:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvshelf.api.answers import Piece
 from kvshelf.artifact.records import State
-from kvshelf.engine.attention.attached import AttachedStates, PassingLayer, in_line, reading
+from kvshelf.engine.attention.attached import AttachedStates, PassingLayer, in_line, with_readers
 from kvshelf.engine.attention.attachment import Attached, Wait, block
 from kvshelf.engine.attention.function import Attended, ForwardContext
 from kvshelf.engine.attention.latents import Absorbed, Handover, LatentStates
@@ -615,7 +615,7 @@ class _StepPast(ForwardContext):
         self.handover = Handover(passes.absorbed)
         self._reads = readers(kinds)
         layers = [self._layer(index, kind) for index, kind in enumerate(kinds)]
-        self.cache = cache_class(StatefulCache, passes.model)(layers=reading(layers, self._reads))
+        self.cache = cache_class(StatefulCache, passes.model)(layers=with_readers(layers, self._reads))
         self.checkpoint = checkpoint
         self.guesses = bool(step.guessing)
         self.calls = EarlyQueries(passes.model) if self.guesses and passes.early_program is None else None

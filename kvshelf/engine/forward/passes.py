@@ -15,13 +15,7 @@ from torch.nn import Embedding, LayerNorm, Linear, Module
 from transformers.cache_utils import Cache
 
 from kvshelf.artifact.shape import LayerShape
-from kvshelf.engine.attention.attached import (
-    CACHE_ARGUMENT,
-    AttachedCache,
-    HandedOn,
-    PassingLayer,
-    reading,
-)
+from kvshelf.engine.attention.attached import CACHE_ARGUMENT, AttachedCache, HandedOn, PassingLayer, with_readers
 from kvshelf.engine.attention.attachment import Attached
 from kvshelf.engine.attention.function import (
     CONTEXT,
@@ -308,7 +302,7 @@ class Passes:
         else:
             numbers = range(self.model.config.num_hidden_layers)
             layers = [HandedOn(i, handover) if i in self.absorbed else PassingLayer() for i in numbers]
-            cache = Cache(layers=reading(layers, self._reads))
+            cache = Cache(layers=with_readers(layers, self._reads))
         return {"use_cache": True, CACHE_ARGUMENT: cache, **handover.begin(), **self._told(positions, cache)}
 
     def _told(self, positions: Tensor, cache: Cache) -> dict[str, Tensor]:

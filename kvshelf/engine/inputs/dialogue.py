@@ -39,14 +39,14 @@ class Dialogue:
     intro: Callable[[Broken], str] | None = None
 
     @cached_property
-    def asked(self) -> Prompt:
-        """What asks the last message behind the root."""
+    def prompt(self) -> Prompt:
+        """The tokens behind the root, up to where the answer to the last message begins."""
         return self._prompt(self.messages, opening=True)
 
     @property
     def turns(self) -> list[TurnEnd]:
         """The turns before the question, in order."""
-        return self._turns(self.messages, self.asked)
+        return self._turns(self.messages, self.prompt)
 
     def answered(self, answer: Said) -> tuple[list[int], list[TurnEnd]]:
         """The tokens behind the root once this answer is an earlier turn, and the turns in them, this one last."""
@@ -67,7 +67,7 @@ class Dialogue:
     def reads(self, parent: Identity, node: Identity, first: int, end: int) -> bool:
         """Whether a cache behind another one holds what this conversation says there: its tokens from `first` to the
         one before `end`. parent, node: the identities of both."""
-        added = as_bytes(self.asked.token_ids[first:end])
+        added = as_bytes(self.prompt.token_ids[first:end])
         return node.document == digest("kvshelf.appended", parent.document, added)
 
 

@@ -114,7 +114,7 @@ class Questions:
             ids = self.engine.encoder.behind(identity, prompt_of(query))
             return shown_prompt(self.engine, self.store, manifest, ids, texts_of(query), 0, cache_id)
         line = self.conversations.line(cache_id, messages_of(query), tenant, shape.variables, shape.intro)
-        root, ids = self.store.stat(line.root_id, tenant=tenant), line.dialogue.asked.token_ids
+        root, ids = self.store.stat(line.root_id, tenant=tenant), line.dialogue.prompt.token_ids
         said = [message["content"] for message in line.dialogue.messages]
         return shown_prompt(self.engine, self.store, root, ids, said, line.read, line.cache_id)
 
@@ -373,7 +373,7 @@ class Questions:
         identity = loaded.document.identity
         if identity.boundary == "text":
             return self.engine.encode_query(loaded.document, prompt_of(loaded.query))
-        return self._dialogue(identity, messages_of(loaded.query), loaded.shape).asked.token_ids
+        return self._dialogue(identity, messages_of(loaded.query), loaded.shape).prompt.token_ids
 
     def _require_askable(self, query: Asking) -> None:
         self.engine.encoder.require_askable(texts_of(query), "prompt" if query.messages is None else "messages")
