@@ -1,4 +1,4 @@
-"""The turns of conversations that one model has answered, as what is appended to a cache."""
+"""The turns of conversations that one model has answered, appended to a cache."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ class Turns:
         require_possible(Combination(facts=self._facts, verb="store"))
 
     def ids(self, document: Attachment, prompt: Prompt, text: str, token_ids: Sequence[int]) -> list[int]:
-        """What a turn appends to a cache: a prompt, and the answer with this text and these ids. A conversation has the
-        text, encoded as a client's next request would have it; a plain document has the ids, without those that end an
-        answer. Raises `InvalidRequest` for a turn without an answer, and for one that is too long."""
+        """The tokens that a turn appends to a cache, of a prompt and an answer. A conversation has the answer's text,
+        encoded as in a client's next request; a plain document has its ids, without those that end an answer. Raises
+        `InvalidRequest` for a turn without an answer, and for a turn that is too long."""
         identity = document.identity
         if identity.boundary == "text":
-            said = [*self._encoder.behind(identity, prompt), *self.without_end(token_ids)]
+            turn_ids = [*self._encoder.behind(identity, prompt), *self.without_end(token_ids)]
         elif text:
-            asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-            turn: Any = [*asked, {"role": "assistant", "content": text}]
-            said = self._encoder.appended(identity, turn).token_ids
+            question = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+            turn: Any = [*question, {"role": "assistant", "content": text}]
+            turn_ids = self._encoder.appended(identity, turn).token_ids
         else:
             raise InvalidRequest("the answer is empty, and a turn of a conversation needs some text", param="store")
-        return self.bounded(document, said)
+        return self.bounded(document, turn_ids)
 
     def bounded(self, document: Attachment, token_ids: list[int]) -> list[int]:
         """These tokens of a turn behind a cache. Raises `InvalidRequest` where they are too many."""
@@ -61,44 +61,44 @@ class Turns:
         return [token for token in token_ids if token not in ends]
 
     def caches(
-        self, cache: CompressedCache, turns: Sequence[Document | EncodedDocument], made: Turn
+        self, cache: CompressedCache, turns: Sequence[Document | EncodedDocument], states: Turn
     ) -> list[CompressedCache]:
-        """Caches of a document after each of some turns, whose keys and values a batch has made: no pass of the model.
+        """Caches of a document after each of some turns, whose keys and values a batch has computed: no pass of the
+        model.
 
-        turns: together the tokens of `made`; each is appended to the cache before it, under policy full. Raises as
-        `Engine.prepare_append`, and `StateConflict` where the turns are other tokens than those that ran.
+        turns: have the tokens of `states` together; each is appended to the cache before it, under policy full. Raises
+        as `Engine.prepare_append`, and `StateConflict` where the turns are other tokens than those that ran.
         """
         caches, at = [], 0
         for turn in turns:
             job = self._compressor.prepare_append(cache, turn, CompressOptions(policy="full"))
-            ran = made.part(at, at + job.num_tokens)
-            if list(ran.token_ids) != list(job.document.token_ids):
+            part = states.part(at, at + job.num_tokens)
+            if list(part.token_ids) != list(job.document.token_ids):
                 raise StateConflict("the turn is written otherwise when the next one follows; it was not kept")
             assert job.parent is not None
-            layers = ran.records(self._facts.kinds, cache.layers, cache.num_tokens)
+            layers = part.records(self._facts.kinds, cache.layers, cache.num_tokens)
             ends = job.document.stored_sentence_ends
-            own = CompressedCache(layers, job.num_tokens, job.num_tokens, job.identity, sentence_ends=ends)
-            cache = continued(job.parent, own, self._compressor.level(job).identity, job.num_tokens)
+            alone = CompressedCache(layers, job.num_tokens, job.num_tokens, job.identity, sentence_ends=ends)
+            cache = continued(job.parent, alone, self._compressor.level(job).identity, job.num_tokens)
             caches.append(cache)
             at += job.num_tokens
         return caches
 
     def identity(self, parent: Identity, codec: str, kept_tokens: int, turn: Document | EncodedDocument) -> Identity:
-        """The identity of a cache after a turn, as `caches` gives it, from what a shelf knows of the cache before.
-        Raises `InvalidRequest` for a turn that cannot follow."""
-        said = self._encoder.appended(parent, turn)
-        whole = everything()
-        own = replace(
+        """The identity of a cache after a turn, as of `caches`, from that of the cache before. Raises `InvalidRequest`
+        for a turn that cannot follow."""
+        encoded, policy = self._encoder.appended(parent, turn), everything()
+        alone = replace(
             parent,
-            num_tokens=len(said.token_ids),
-            boundary=said.boundary,
-            policy=whole.name,
-            policy_version=whole.revision,
-            policy_params=whole.parameters(),
-            budget_tokens=len(said.token_ids),
+            num_tokens=len(encoded.token_ids),
+            boundary=encoded.boundary,
+            policy=policy.name,
+            policy_version=policy.revision,
+            policy_params=policy.parameters(),
+            budget_tokens=len(encoded.token_ids),
             compression_ratio=0.0,
             probe="",
             expected_questions=(),
             protect=(),
         )
-        return own.behind(parent, codec, kept_tokens, as_bytes(said.token_ids))
+        return alone.behind(parent, codec, kept_tokens, as_bytes(encoded.token_ids))

@@ -1,8 +1,8 @@
 """A conversation behind a stored cache: its tokens as the template writes them as a whole, and the turns in it.
 
-What a turn's cache holds is what the next question needs: the answer as the template writes earlier ones. Which caches
-a question can be asked of follows from its tokens alone. Where a template rewrites earlier turns, the caches of these
-turns no longer match, and what follows the last that does is read again.
+The cache of a turn has the answer as the template writes earlier answers, as the next question needs it. Whether a
+question can be asked of a cache follows from its tokens alone. Where a template rewrites earlier turns, the caches of
+these turns no longer match, and the tokens behind the last cache that matches are read again.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class TurnEnd(NamedTuple):
 
 @dataclass(frozen=True)
 class Dialogue:
-    """Messages behind a cache that is no turn of theirs, its root. boundary: of that cache. intro: as of
-    `TextFormat.prompt`. Raises `InvalidRequest` where the template does not write them."""
+    """Messages behind their root, a cache that is no turn of theirs. boundary: of that cache. intro: as of
+    `TextFormat.prompt`. Its methods raise `InvalidRequest` where the template does not write the messages."""
 
     form: TextFormat
     boundary: Boundary
@@ -51,13 +51,13 @@ class Dialogue:
     def answered(self, answer: Said) -> tuple[list[int], list[TurnEnd]]:
         """The tokens behind the root once this answer is an earlier turn, and the turns in them, this one last."""
         messages = [*self.messages, answer]
-        written = self._prompt(messages, followed=True)
-        before = [end for end in self._turns(messages, written) if end.messages < len(messages)]
-        return written.token_ids, [*before, TurnEnd(len(messages), len(written.token_ids))]
+        prompt = self._prompt(messages, followed=True)
+        before = [end for end in self._turns(messages, prompt) if end.messages < len(messages)]
+        return prompt.token_ids, [*before, TurnEnd(len(messages), len(prompt.token_ids))]
 
-    def _turns(self, messages: Sequence[Said], written: Prompt) -> list[TurnEnd]:
+    def _turns(self, messages: Sequence[Said], prompt: Prompt) -> list[TurnEnd]:
         places = (at for at, message in enumerate(messages) if message["role"] == "assistant")
-        return [TurnEnd(at + 1, written.ends[at]) for at in places if at in written.ends]
+        return [TurnEnd(at + 1, prompt.ends[at]) for at in places if at in prompt.ends]
 
     def _prompt(self, messages: Sequence[Said], *, opening: bool = False, followed: bool = False) -> Prompt:
         return self.form.prompt(
@@ -65,8 +65,8 @@ class Dialogue:
         )
 
     def reads(self, parent: Identity, node: Identity, first: int, end: int) -> bool:
-        """Whether a cache behind another one holds what this conversation says there: its tokens from `first` to the
-        one before `end`. parent, node: the identities of both."""
+        """Whether a cache behind another one has the tokens of this conversation from `first` to the one before `end`.
+        parent, node: the identities of both."""
         added = as_bytes(self.prompt.token_ids[first:end])
         return node.document == digest("kvshelf.appended", parent.document, added)
 
