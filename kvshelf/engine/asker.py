@@ -1,4 +1,4 @@
-"""Answers from the documents of one model: the entries that they read, the choice of their tokens, and their batches."""
+"""Answers from the documents of one model: which entries they read, how their tokens are chosen, and their batches."""
 
 from __future__ import annotations
 

@@ -275,7 +275,7 @@ NO_PRECISION: Final = _of_policy("a policy that says no shares", lambda policy: 
 ENCODED: Final = _of_codec("a codec", lambda codec: codec.name != "none")
 SHARE_OF_POLICY: Final = _of_codec("mixed:share=policy", lambda codec: codec.share == "policy")
 SPLITS: Final = _of_codec("mixed, or klt with classes", lambda codec: codec.splits)
-CUTS: Final = Feature("a group that cuts the blocks", lambda c: _cuts(c.codec, c.policy and c.policy.index_block))
+CUTS: Final = Feature("a group that cuts the blocks", lambda c: _cuts(c.codec, c.policy))
 KLT: Final = _of_codec("klt", lambda codec: codec.name == "klt")
 
 
@@ -286,8 +286,8 @@ def _goes_on(c: Combination) -> bool:
     return c.policy.resumes(c.cache.identity) and not Codec.parse(c.cache.codec).splits
 
 
-
-def _cuts(codec: Codec | None, block: int | None) -> bool:
+def _cuts(codec: Codec | None, policy: Policy | None) -> bool:
+    block = None if policy is None else policy.index_block
     return codec is not None and block is not None and codec.cuts(block)
 
 

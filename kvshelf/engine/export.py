@@ -133,8 +133,8 @@ def _not_uniform(record: Entries, index: int) -> str:
         return ""
     lengths = record.lengths
     return (
-        f"the heads of layer {index} keep different numbers of entries ({min(lengths)} to {max(lengths)}), and a prefix "
-        "has as many in every head"
+        f"the heads of layer {index} keep different numbers of entries ({min(lengths)} to {max(lengths)}), and a "
+        "prefix has as many in every head"
     )
 
 

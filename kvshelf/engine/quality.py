@@ -368,7 +368,6 @@ def cue_places(document: DocumentView, count: int) -> list[int]:
     return sorted(chosen)
 
 
-
 def _free(taken: bytearray, at: int) -> bool:
     """Whether an answer that begins here overlaps no other."""
     return not any(taken[at : at + ANSWER])

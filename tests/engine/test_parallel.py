@@ -243,9 +243,9 @@ def test_what_is_left_is_forgotten_by_all(two, document, both):
     cache = two.compress(document.text, policy="knorm", compression_ratio=0.5)
     number = two.attach(cache).number
     two.answer(cache, document.questions[0].text, max_new_tokens=2)
-    assert number in two.lead._known
+    assert number in two.lead._shared
     del cache
-    assert number not in two.lead._known
+    assert number not in two.lead._shared
     assert number in two.lead._dropped
     two.answer(both("full")[0], document.questions[0].text, max_new_tokens=2)
     assert not two.lead._dropped
@@ -416,7 +416,7 @@ def test_a_rank_that_fails_alone_ends_and_is_named(document):
     cache = engine.compress(document.text[:2000], policy="full")
     attached = engine.attach(cache)
     engine.lead.share(attached, engine.facts.kv_heads)
-    engine.lead.drop(attached.number)  # rank 1 forgets it, and rank 0 does not know
+    engine.lead._dropped.append(attached.number)  # rank 1 forgets it, and rank 0 does not know
     began = time.monotonic()
     with pytest.raises(WorkerCrashed, match=r"rank 1 .* ended with code 1"):
         engine.answer(cache, "what?")

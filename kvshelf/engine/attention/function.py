@@ -180,7 +180,16 @@ def attention(
     if context is not None:
         cached = None if latents is None else (latents.latents, latents.rotated)
         attended = Attended(
-            module, query, new_keys, new_values, rules.scale, lse, rules.window, rules.chunk, cached, softcap=rules.softcap
+            module,
+            query,
+            new_keys,
+            new_values,
+            rules.scale,
+            lse,
+            rules.window,
+            rules.chunk,
+            cached,
+            softcap=rules.softcap,
         )
         context.after_attention(attended)
     return out.contiguous(), None
@@ -227,7 +236,8 @@ def _with_probes(
         tokens = passes * size
         rows = SuffixRows((size,) * passes, tuple(range(0, tokens, size)), size)
         suffix_keys, suffix_values = (  # [passes, kv_heads, T, D or Dv]
-            states[0, :, start : start + tokens].unflatten(1, (passes, size)).transpose(0, 1) for states in (key, value)
+            states[0, :, start : start + tokens].reshape(states.shape[1], passes, size, states.shape[3]).transpose(0, 1)
+            for states in (key, value)
         )
         queries = query[0, :, end : end + tokens].transpose(0, 1)  # [passes * T, q_heads, D]
         layout = BatchLayout((tokens,), (rows,), query.device, (length,))

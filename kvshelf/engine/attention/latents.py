@@ -54,7 +54,7 @@ class Absorbed:
         rank, rope = int(module.kv_lora_rank), int(module.qk_rope_head_dim)  # type: ignore[arg-type]
         units = torch.eye(rank + rope)
         samples = torch.linspace(-9, 9, _SAMPLES * (rank + rope)).sin().view(_SAMPLES, -1)
-        latents, rotated = torch.cat([units, samples]).to(device, dtype).split([rank, rope], dim=1)
+        latents, rotated = torch.split(torch.cat([units, samples]).to(device, dtype), [rank, rope], dim=1)
         keys, values = module.expand_kv(latents[None, None], rotated[None, None])  # type: ignore[operator]
         parts = keys[0, ..., :-rope], values[0]  # [q_heads, rank + rope + samples, nope or Dv]
         of_units = [part[:, :rank].contiguous() for part in parts]
@@ -138,7 +138,8 @@ class Handover:
 
     def __init__(self, layers: Collection[int]) -> None:
         self._layers = frozenset(layers)
-        self.end()
+        self._awaited: set[int] = set()
+        self._carried: dict[int, LatentStates] = {}
 
     def begin(self) -> dict[str, Any]:
         """Begin a pass. Returns keywords for the model's attention function."""
@@ -147,8 +148,7 @@ class Handover:
 
     def end(self) -> None:
         """End the pass."""
-        self._awaited: set[int] = set()
-        self._carried: dict[int, LatentStates] = {}
+        self._awaited, self._carried = set(), {}
 
     def require_none(self) -> None:
         """Refuse a pass of another attention function, where any layer has latents."""

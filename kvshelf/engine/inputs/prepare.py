@@ -142,7 +142,6 @@ class Preparer:
         gates = policy.gate_file(self.facts.identity, self.facts.model.config.name_or_path, self.geometry)
         return replace(document, gates=gates)
 
-
     @property
     def geometry(self) -> Geometry:
         """The sizes of the model that gates depend on."""
