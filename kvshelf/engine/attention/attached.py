@@ -235,8 +235,10 @@ class AttachedLayer(UnboundedLayer):
         self._longest = longest
         self._length = 0
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate the suffix buffers for this batch size."""
+    def lazy_initialization(self, *states: Tensor, **_: Any) -> None:
+        self._make_room(*states)
+
+    def _make_room(self, key_states: Tensor, value_states: Tensor) -> None:
         self.keys = _buffer_like(key_states, _FIRST_CAPACITY)
         self.values = _buffer_like(value_states, _FIRST_CAPACITY)
         self.is_initialized = True
@@ -249,7 +251,7 @@ class AttachedLayer(UnboundedLayer):
 
     def _appended(self, key_states: Tensor, value_states: Tensor) -> AttachedStates:
         if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
+            self._make_room(key_states, value_states)
         end = self._length + key_states.shape[2]
         if self._longest is not None and self.start + end > self._longest:
             raise InvalidRequest(
@@ -352,7 +354,7 @@ class LatentLayer(AttachedLayer):
         self._absorbed = absorbed
         self._handover = handover
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+    def _make_room(self, key_states: Tensor, value_states: Tensor) -> None:
         self.keys = _buffer_like(key_states, _FIRST_CAPACITY)
         self.values = self.keys[..., : value_states.shape[-1]]
         self.is_initialized = True

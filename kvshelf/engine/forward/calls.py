@@ -1,4 +1,4 @@
-"""What modules of a model are called with, for methods that need it (`Needs.CALL`, `Needs.INPUTS`, `Needs.EARLY`)."""
+"""The arguments of a model's modules, for methods that need them (`Needs.CALL`, `Needs.INPUTS`, `Needs.EARLY`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Calls:
-    """The calls of one pass, each until it is taken."""
+    """The calls of some modules in one pass; each is kept until it is taken."""
 
     def __init__(self, model: PreTrainedModel, modules: Sequence[nn.Module]) -> None:
         self._model = model
@@ -26,9 +26,15 @@ class Calls:
         self._arguments: dict[nn.Module, Mapping[str, Any]] = {}
 
     @contextmanager
-    def seen(self) -> Iterator[None]:
-        """Inside the block the model's modules run under hooks, which a pass by its program would not call."""
-        handles = [module.register_forward_pre_hook(self._see, with_kwargs=True) for module in self._modules]
+    def recorded(self) -> Iterator[None]:
+        """Inside the block the modules run under hooks, which a pass by the model's program would not call."""
+
+        def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._arguments[module] = (
+                dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
+            )
+
+        handles = [module.register_forward_pre_hook(record, with_kwargs=True) for module in self._modules]
         try:
             yield
         finally:
@@ -39,23 +45,20 @@ class Calls:
         """The last call of a module."""
         return Call(self._model, self._arguments.pop(module))
 
-    def _see(self, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        self._arguments[module] = dict(zip(inspect.signature(module.forward).parameters, given, strict=False)) | named
-
 
 class EarlyQueries(Calls):
-    """What each attention module of a pass would ask, were it given what the one before it was (InfiniGen, arXiv
-    2406.19707): its own code makes the queries, so that norms, biases and rotations are the model's."""
+    """The queries of each attention module of a pass for the input of the module before it (InfiniGen, arXiv
+    2406.19707). The module's own code makes them, so that norms, biases and rotations are the model's."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model, with_layers(model))
         self._before: Tensor | None = None
 
     def of(self, module: nn.Module) -> Tensor | None:
-        """`[B, q_heads, T, D]`, times the scaling of logits. Asked of each module in turn while it runs; None of the
-        first."""
+        """`[B, q_heads, T, D]`, times the scaling of logits; None for the first module. To be called for each module in
+        turn while it runs."""
         arguments = self.take(module).arguments
-        name = next(iter(inspect.signature(module.forward).parameters))  # what is read comes first
+        name = next(iter(inspect.signature(module.forward).parameters))  # the first is the input
         before, self._before = self._before, arguments[name]
         if before is None:
             return None
@@ -79,5 +82,5 @@ class _EndsAtAttention(ForwardContext):
 
 
 def with_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The modules that know their layer, those of attention among them."""
+    """The modules with a `layer_idx`, those of attention among them."""
     return [module for module in model.base_model.modules() if hasattr(module, "layer_idx")]

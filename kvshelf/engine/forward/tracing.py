@@ -27,14 +27,14 @@ IMPLEMENTATION: Final = "kvshelf-trace"
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """One call of the attention function: the module that called, and what it gave beside queries, keys and values."""
+    """One call of the attention function: the calling module, and its arguments beside queries, keys and values."""
 
     module: nn.Module
     scaling: float | None
     options: dict[str, Any]
 
     def scale(self, query: Tensor) -> float:
-        """What logits of queries `[..., D]` are multiplied by."""
+        """The factor of logits of queries `[..., D]`."""
         return query.shape[-1] ** -0.5 if self.scaling is None else self.scaling
 
     @property
@@ -65,9 +65,8 @@ def _(query: Tensor, key: Tensor, value: Tensor, early: Tensor | None) -> Tensor
 
 
 def trace(model: PreTrainedModel, *, early: bool = False) -> Trace:
-    """Record one pass. Nothing is computed: tensors have shapes alone. Whatever the model's code raises on such tensors
-    is raised, as where it looks at their numbers. early: with the queries that each attention but the first would make
-    of what the one before it was given."""
+    """Record one pass. Nothing is computed: tensors have shapes alone. Raises any error of the model's code on such
+    tensors, as where it looks at their numbers. early: with the `EarlyQueries` of each attention but the first."""
     recorder = _Recorder(EarlyQueries(model) if early else None)
     layers, reads = model.config.num_hidden_layers, readers(layer_kinds(model.config))
 
@@ -79,8 +78,8 @@ def trace(model: PreTrainedModel, *, early: bool = False) -> Trace:
 
     ids = torch.zeros(1, TOKENS, dtype=torch.int64, device=model.device)
     positions = torch.arange(TOKENS, device=model.device).unsqueeze(0)
-    seen = nullcontext() if recorder.early is None else recorder.early.seen()
-    with torch.no_grad(), attention_selected(model, IMPLEMENTATION, recorder.attention), seen:
+    recorded = nullcontext() if recorder.early is None else recorder.early.recorded()
+    with torch.no_grad(), attention_selected(model, IMPLEMENTATION, recorder.attention), recorded:
         graph = make_fx(forward, tracing_mode="fake", _allow_non_fake_inputs=True)(ids, positions)
     graph.graph.eliminate_dead_code()
     return Trace(graph, recorder.calls)
@@ -88,13 +87,12 @@ def trace(model: PreTrainedModel, *, early: bool = False) -> Trace:
 
 @dataclass(eq=False)
 class _Recorder:
-    """`updated`: the keys and values that a layer of the cache was given last, or those that it reads. made: of each
-    layer so far."""
+    """states: the keys and values of each layer so far. visible: those that the last layer of the cache returned."""
 
     early: EarlyQueries | None
     calls: list[AttentionCall] = field(default_factory=list)
-    updated: tuple[Tensor, Tensor] | None = None
-    made: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    visible: tuple[Tensor, Tensor] | None = None
+    states: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def attention(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
@@ -104,16 +102,16 @@ class _Recorder:
         call = AttentionCall(module, scaling, {name: at for name, at in options.items() if not isinstance(at, Tensor)})
         if (context := options.get(CONTEXT)) is not None:  # of the early query, which ends here
             context.after_attention(Attended(module, query, key, value, call.scale(query)))
-        if self.updated is None or self.updated[0] is not key or self.updated[1] is not value:
-            raise ValueError("attention to other keys and values than those that the layer of the cache was just given")
-        self.updated = None
+        if self.visible is None or self.visible[0] is not key or self.visible[1] is not value:
+            raise ValueError("attention to other keys and values than those that the layer of the cache just returned")
+        self.visible = None
         self.calls.append(call)
         early = None if self.early is None else self.early.of(module)
         return traced_attention(query, key, value, early), None
 
 
 class _NoCache(PassingLayer):
-    """Tells the recorder what it was given."""
+    """A layer that hands its keys and values to the recorder."""
 
     def __init__(self, recorder: _Recorder, reads: int | None) -> None:
         """reads: the layer whose keys and values this one uses, if it is another."""
@@ -122,7 +120,7 @@ class _NoCache(PassingLayer):
         self._reads = reads
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        made = self._recorder.made
-        made.append((key_states, value_states))
-        self._recorder.updated = made[-1 if self._reads is None else self._reads]
-        return self._recorder.updated
+        states = self._recorder.states
+        states.append((key_states, value_states))
+        self._recorder.visible = states[-1 if self._reads is None else self._reads]
+        return self._recorder.visible

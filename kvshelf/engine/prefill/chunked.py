@@ -210,7 +210,7 @@ class RejudgedLayer(ReadLayer):
         self.start = document.first_position
         self._hold(self._absorber.policy.resumed(record, document.first_position, document.end))
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:  # noqa: ARG002
+    def _make_room(self, key_states: Tensor, value_states: Tensor) -> None:  # noqa: ARG002
         self.is_initialized = True
 
     def _write(self, end: int, key_states: Tensor, value_states: Tensor) -> None:  # noqa: ARG002
@@ -283,7 +283,7 @@ class ChunkedLayer(ReadLayer):
         self._capacity = absorber.entries
         self._kept = 0
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+    def _make_room(self, key_states: Tensor, value_states: Tensor) -> None:
         self.keys, self.values = (states.new_empty(states[:, :, :0].shape) for states in (key_states, value_states))
         self.is_initialized = True
         shape = key_states.shape[1], self._capacity
