@@ -271,8 +271,8 @@ def test_at_every_step_they_are_made_again_and_nothing_else_is_held(
     once = engine.compress(ids(tokens), policy="kvdirect").encoded(codec)
     layers, of_layer = 2, 2 * 2 * tokens * 32 * 4
     before = held(tokens)
-    makes, made, passed, logits = [], Projection.made, engine.passes.continuing, []
-    monkeypatch.setattr(Projection, "made", lambda *given: makes.append((given[1], len(given[2]))) or made(*given))
+    makes, made, passed, logits = [], Projection.project, engine.passes.continuing, []
+    monkeypatch.setattr(Projection, "project", lambda *given: makes.append((given[1], len(given[2]))) or made(*given))
     monkeypatch.setattr(engine.passes, "continuing", lambda *given: logits.append(passed(*given)) or logits[-1])
     document = engine.attach(CompressedCache.from_bytes(cache.to_bytes()))
     answer, batch = engine.start(document, QUESTION, Sampling(steps)), engine.batch()
