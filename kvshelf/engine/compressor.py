@@ -59,10 +59,7 @@ class Compressor:
     # Preparing
 
     def prepare(
-        self,
-        document: Document | EncodedDocument,
-        options: CompressOptions,
-        **encoding: Unpack[EncodingFields],
+        self, document: Document | EncodedDocument, options: CompressOptions, **encoding: Unpack[EncodingFields]
     ) -> Job:
         """See `Engine.prepare`."""
         policy = options.built(options.default_policy)
@@ -79,11 +76,7 @@ class Compressor:
         return self._preparer.job(view, policy, budget, encoded=encoded, options=options)
 
     def prepare_append(
-        self,
-        cache: CompressedCache,
-        more: Document | EncodedDocument,
-        options: CompressOptions,
-        protect: Rules = (),
+        self, cache: CompressedCache, more: Document | EncodedDocument, options: CompressOptions, protect: Rules = ()
     ) -> Job:
         """Check and tokenize a document that is to be appended to a cache; no work of the model.
 
@@ -257,11 +250,7 @@ class Compressor:
         return replace(reference, probe_s=time.perf_counter() - started)
 
     def measure(
-        self,
-        cache: CompressedCache,
-        reference: Reference,
-        floor: float | None = None,
-        checkpoint: Checkpoint = nothing,
+        self, cache: CompressedCache, reference: Reference, floor: float | None = None, checkpoint: Checkpoint = nothing
     ) -> Quality:
         """How close `cache` is to the full cache of its document; `reference` is from the prefill of that document.
 

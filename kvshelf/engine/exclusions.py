@@ -482,16 +482,13 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
         "protect",
         InvalidRequest,
     ),
-    Exclusion(
-        (IN_CHUNKS, LATENTS),
-        "policy {policy!r} reads the document in chunks, and all heads of a layer of {model!r} share the "
-        "latents of a token (MLA); take prefill=whole, or another policy",
-        "policy_params.prefill",
-    ),
-    Exclusion(
-        (IN_CHUNKS, LAYER_MAP),
-        "policy {policy!r} reads the document in chunks, and layers of {model!r} read those of others "
-        "(layer_map), which would be reduced before; take prefill=whole, or another policy",
+    *_pairs(
+        IN_CHUNKS,
+        [
+            (LATENTS, "all heads of a layer of {model!r} share the latents of a token (MLA)"),
+            (LAYER_MAP, "layers of {model!r} read those of others (layer_map), which would be reduced before"),
+        ],
+        "policy {policy!r} reads the document in chunks, and {why}; take prefill=whole, or another policy",
         "policy_params.prefill",
     ),
     *_beside(

@@ -63,10 +63,10 @@ time of their prefill, at 32,000 a tenth."""
 How = Literal["full", "fast", False]
 """How quality is measured; False: not at all."""
 
-ASKED: Final = 10
+QUESTION: Final = 10
 SKIPPED: Final = 2
 """Tokens of the document between those of a cue and the answer."""
-GIVEN: Final = 4
+OPENING: Final = 4
 """Tokens that begin the answer. A model writes sentences: it seldom begins with the document's own words, and without
 these a fifth of the cues counted in place of four fifths."""
 ANSWER: Final = 6
@@ -130,7 +130,7 @@ class Probe:
             return None
         ids = document.token_ids
         answers = tuple(tuple(ids[at : at + ANSWER]) for at in places)
-        passes = tuple(document.cue(_cue_tokens(at), slice(at - GIVEN, at + ANSWER - 1)) for at in places)
+        passes = tuple(document.cue(_cue_tokens(at), slice(at - OPENING, at + ANSWER - 1)) for at in places)
         full = count >= CUES or len(places) < count
         return cls(places, answers, passes, tuple(ids[: document.protected_prefix]), full)
 
@@ -328,8 +328,8 @@ def worst_part(places: Sequence[int], agreed: Sequence[bool]) -> WorstPart:
 
 def _cue_tokens(at: int) -> slice:
     """The tokens of the document that a cue asks with, whose predicted tokens begin at token `at`."""
-    end = at - GIVEN - SKIPPED
-    return slice(end - ASKED, end)
+    end = at - OPENING - SKIPPED
+    return slice(end - QUESTION, end)
 
 
 def cue_places(document: DocumentView, count: int) -> list[int]:
@@ -343,14 +343,12 @@ def cue_places(document: DocumentView, count: int) -> list[int]:
     """
     ids = document.token_ids
     prefix, last = document.protected_prefix, document.num_tokens - ANSWER
-    first = prefix + ASKED + SKIPPED + GIVEN
+    length = QUESTION + SKIPPED + OPENING
+    first = prefix + length
     allowed = [at for at in range(first, last + 1) if (at - prefix - CUE_ASKED) % CUE_EVERY]
     if document.images:
-        allowed = [
-            at
-            for at in allowed
-            if not any(first < at + ANSWER and at - ASKED - SKIPPED - GIVEN < end for first, end in document.images)
-        ]
+        images = document.images
+        allowed = [at for at in allowed if all(end <= at - length or at + ANSWER <= begin for begin, end in images)]
     frequency = Counter(ids)
     rarity = [-math.log(frequency[token]) for token in ids]
     taken = bytearray(document.num_tokens)

@@ -24,10 +24,7 @@ class Sending:
     """
 
     def __init__(
-        self,
-        records: Sequence[Future[LayerRecord]],
-        devices: Sequence[torch.device],
-        heads: tuple[int, int] | None,
+        self, records: Sequence[Future[LayerRecord]], devices: Sequence[torch.device], heads: tuple[int, int] | None
     ) -> None:
         """devices: of each layer. heads: as of `of_heads`."""
         self._devices = devices

@@ -46,7 +46,7 @@ class ForwardProgram:
     """One model's forward pass. Not thread-safe, but attentions may run the same program in between. in_c: whether C
     runs it, which takes attentions that run later, too."""
 
-    def __init__(self, calls: Sequence[AttentionCall], lowered: Lowered, kind: type[RowProgram] = RowProgram) -> None:
+    def __init__(self, calls: Sequence[AttentionCall], lowered: Lowered, kind: type[RowProgram]) -> None:
         self.in_c = kind is RowProgram
         self._calls = calls
         self._lowered = lowered
@@ -187,7 +187,7 @@ class _Room:
                 (*(value.tensor(buffers[value.buffer]) for value in states), out.tensor(buffers[out.buffer])[0])
                 for *states, out in self._lowered.attended
             ]
-            early = [value and value.tensor(buffers[value.buffer]) for value in self._lowered.early]
+            early = [None if value is None else value.tensor(buffers[value.buffer]) for value in self._lowered.early]
             self._laid = rows, buffers, attended, early
         return self._laid[1:]
 

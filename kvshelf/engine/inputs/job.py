@@ -137,17 +137,9 @@ def shared(levels: Sequence[Level]) -> list[list[Level]]:
     Policies with different probe passes do not share one either: the passes of one would change last bits of the
     other's scores, and equal requests must give equal bytes.
     """
-    groups: list[list[Level]] = []
+    groups: dict[object, list[Level]] = {}
     for level in levels:
-        for group in groups:
-            if group[0].job is level.job or _alike(group[0].job, level.job):
-                group.append(level)
-                break
-        else:
-            groups.append([level])
-    return groups
-
-
-def _alike(one: Job, other: Job) -> bool:
-    whole = one.absorber is None and other.absorber is None
-    return whole and one.identity.document == other.identity.document and one.passes == other.passes
+        job = level.job
+        key = (job.identity.document, job.passes) if job.absorber is None else id(job)
+        groups.setdefault(key, []).append(level)
+    return list(groups.values())

@@ -48,12 +48,7 @@ class ChunkedPrefill(ForwardContext):
     reads_attention = False
 
     def __init__(
-        self,
-        job: Job,
-        *,
-        kinds: tuple[LayerKind, ...],
-        rope: Rope | None,
-        checkpoint: Callable[[], None],
+        self, job: Job, *, kinds: tuple[LayerKind, ...], rope: Rope | None, checkpoint: Callable[[], None]
     ) -> None:
         assert job.absorber is not None
         self._absorber = job.absorber

@@ -66,6 +66,7 @@ class LayerReducer:
         if self._sets_aside:
             self._budget = self.budget.beside(self.document.num_protected, self.document.num_tokens)
         self._before: Tensor | None = None
+        """The tokens that some head of the layer before keeps, `[N]` bool."""
         self._cascade: Cascade | None = None
         self._scorer = self._chooser.scorer
         if self._scorer is not None and self._scorer.sharing is not None:
@@ -107,8 +108,11 @@ class LayerReducer:
             else:
                 self._records[index] = self._chooser.begin(layer, LayerBudget.uniform(layer.kv_heads, tokens))
             if Needs.BEFORE in self._chooser.needs:
-                self._records |= (record := sized({index: self._records[index]}))
-                self._before = _kept_tokens(record[index], layer.num_tokens)
+                self._records |= sized({index: self._records[index]})
+                record = self._records[index]
+                assert isinstance(record, Kept), "a policy that merges keeps no tokens"
+                self._before = torch.zeros(layer.num_tokens, dtype=torch.bool, device=layer.keys.device)
+                self._before[record.entry_positions.long()] = True
         else:
             assert self._scorer is not None, "the one that shares"
             weight = self._scorer.weight(layer)
@@ -137,7 +141,10 @@ class LayerReducer:
             records |= {layer: put_back(records[layer], kept, places) for layer, kept in self._aside.items()}
         stored = {layer: self._as_stored(layer, records[layer]) for layer in layers}
         states = self.states or [States(())] * len(self.kinds)
-        return tuple(_with_states(stored.get(layer), of_layer) for layer, of_layer in enumerate(states))
+        return tuple(
+            stored[layer] if layer in stored and not of_layer.states else States(of_layer.states, stored.get(layer))
+            for layer, of_layer in enumerate(states)
+        )
 
     def _as_stored(self, layer: int, entries: Entries) -> Entries:
         """The entries at their positions; latents, which were reduced as keys and values of one head, as `Latents`."""
@@ -239,7 +246,7 @@ class SharedReducer(ForwardContext):
             layer = replace(layer, call=self.calls.take(layer.module))
         if self.calls is not None and self.projection is not None:
             inputs = next(iter(self.calls.take(self.projection.layers[layer.layer_idx]).arguments.values()))
-            # A hook of the model, or a product that scales all rows by the largest, would make other keys: so try three.
+            # A hook of the model, or a product that scales all rows by the largest, would make other keys: try three.
             last = self.reducers[0].document.num_tokens - 1
             rows = upload_numbers([0, last // 2, last], inputs.device)
             states = layer.keys[0, :, rows], layer.values[0, :, rows]
@@ -250,18 +257,6 @@ class SharedReducer(ForwardContext):
         started = time.perf_counter()
         self.checkpoint()
         self.paused_s += time.perf_counter() - started
-
-
-def _kept_tokens(entries: Entries, num_tokens: int) -> Tensor:
-    """The tokens that some head keeps, `[N]` bool."""
-    assert isinstance(entries, Kept), "a policy that merges keeps no tokens"
-    kept = torch.zeros(num_tokens, dtype=torch.bool, device=entries.entry_positions.device)
-    kept[entries.entry_positions.long()] = True
-    return kept
-
-
-def _with_states(entries: Entries | None, states: States) -> LayerRecord:
-    return entries if entries is not None and not states.states else States(states.states, entries)
 
 
 def require_finite_scores(records: Iterable[LayerRecord], policy: Policy) -> None:

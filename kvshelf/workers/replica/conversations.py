@@ -18,7 +18,7 @@ from kvshelf.artifact.identity import Identity, canonical_json
 from kvshelf.engine.attention.attachment import Attachment
 from kvshelf.engine.decode.turns import Turn
 from kvshelf.engine.engine import Engine
-from kvshelf.engine.inputs.dialogue import Dialogue, Said, TurnEnd, whole_turn
+from kvshelf.engine.turns import Dialogue, Said, TurnEnd, whole_turn
 from kvshelf.errors import CacheError, CacheNotFound, KvshelfError, SourceNotKept, StateConflict
 from kvshelf.model.text import Broken, TemplateOptions
 from kvshelf.store.base import Store, lineage

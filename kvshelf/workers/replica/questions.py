@@ -27,10 +27,10 @@ from kvshelf.engine.decode.generation import Sampling
 from kvshelf.engine.decode.grammar import Grammar
 from kvshelf.engine.decode.passages import Narrowing
 from kvshelf.engine.engine import Engine
-from kvshelf.engine.inputs.dialogue import Dialogue, Said
 from kvshelf.engine.tools.counting import count
 from kvshelf.engine.tools.pieces import HeldPieces, ThoughtStream, told_apart
 from kvshelf.engine.tools.tools import ToolFormat
+from kvshelf.engine.turns import Dialogue, Said
 from kvshelf.errors import CacheError, CacheNotFound, DeadlineExceeded, InvalidRequest, KvshelfError
 from kvshelf.methods.selectors.registry import reads_by_index
 from kvshelf.model.templates.thoughts import Thoughts
