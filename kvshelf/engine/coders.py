@@ -105,7 +105,6 @@ class Coders:
         return self._known[digest]
 
     def knows(self, digest: str) -> bool:
-        """Whether `with_transforms` finds these transforms."""
         try:
             return bool(self.with_transforms(digest))
         except ModelMismatch:

@@ -89,7 +89,6 @@ def nearest_episode(params: Sequence[Mapping[str, Any]], token_ids: Sequence[int
 
 
 def require_several(documents: int) -> None:
-    """Refuse a route among fewer than two documents."""
     if documents < 2:
         raise InvalidRequest("route chooses among several caches, and one was given; leave route out", param="route")
 

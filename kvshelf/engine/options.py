@@ -44,7 +44,6 @@ class CompressOptions:
 
     @property
     def chosen_params(self) -> frozenset[str]:
-        """The names of the parameters that the caller chose."""
         return frozenset(self.policy_params or {})
 
     @property

@@ -312,8 +312,6 @@ class AttachedLayer(UnboundedLayer):
 
 
 class AttachedStateLayer(StateLayer, AttachedLayer):
-    """An `AttachedLayer` that has states, too."""
-
     def __init__(
         self,
         prefix: Sequence[Prefix],

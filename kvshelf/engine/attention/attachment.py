@@ -221,7 +221,6 @@ class Attachment:
         return [entries for record in records if (entries := entries_of(record)) is not None]
 
     def _receive(self, layer: int, wait: Wait) -> None:
-        """Take the layer, once attention can read it."""
         if self._sending is None:
             self._take(layer, of_heads(self._record(layer, wait), self._heads).to(self._devices[layer]))
             return

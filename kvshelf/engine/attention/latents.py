@@ -147,7 +147,6 @@ class Handover:
         return {LATENTS: self} if self._layers else {}
 
     def end(self) -> None:
-        """End the pass."""
         self._awaited, self._carried = set(), {}
 
     def require_none(self) -> None:

@@ -45,11 +45,9 @@ class Sending:
         return record
 
     def release(self, layer: int) -> None:
-        """Forget a layer that was received."""
         del self._queued[layer]
 
     def _begin(self, layer: int, record: Future[LayerRecord]) -> None:
-        """Send a layer that has arrived, or failed."""
         self._thread.submit(_call, WeakMethod(self._send), layer, record)
 
     def _send(self, layer: int, record: Future[LayerRecord]) -> None:

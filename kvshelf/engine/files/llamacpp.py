@@ -20,7 +20,7 @@ from transformers import DynamicCache
 
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.engine.engine import Engine
-from kvshelf.engine.files.prefix import EngineFile, as_json, layers_of, prefix_of, raw
+from kvshelf.engine.files.prefix import EngineFile, layers_of, prefix_of, raw
 from kvshelf.errors import InvalidRequest
 
 NAME: Final = "llama.cpp"
@@ -42,7 +42,7 @@ def llama_file(
     """The file of a cache. dtype: that of llama.cpp's own cache (`--cache-type-k` and `-v`), by default float16. Raises
     as `prefix_of`."""
     prefix = prefix_of(engine, cache, of=NAME, types=PERMUTED, dtype=dtype or "float16", document=document)
-    about = as_json(prefix.about).encode()
+    about = json.dumps(prefix.about, sort_keys=True).encode()
     tail = about + _TRAILER.pack(len(about), _TRAILER_MAGIC)
     head = struct.pack("<III", _MAGIC, _VERSION, prefix.entries) + np.asarray(prefix.token_ids, "<i4").tobytes()
     cells = _cells(prefix.entries, 0, len(prefix.layers))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.engine.engine import Engine
-from kvshelf.engine.files.prefix import EngineFile, as_json, prefix_of, raw
+from kvshelf.engine.files.prefix import EngineFile, prefix_of, raw
 from kvshelf.errors import InvalidRequest
 
 NAME: Final = "mlx"
@@ -40,7 +40,8 @@ def mlx_file(
     prefix = prefix_of(engine, cache, of=NAME, types=TYPES, dtype=dtype, document=document)
     tensors: dict[str, Tensor] = {}
     name = model or cache.identity.model.name
-    metadata = {"0.model": name, "0.tokenizer_config": "{}", _ABOUT: as_json(prefix.about)}
+    about = json.dumps(prefix.about, sort_keys=True)
+    metadata = {"0.model": name, "0.tokenizer_config": "{}", _ABOUT: about}
     scalars = [("2.0", "")]
     for index, (keys, values) in enumerate(prefix.layers):
         tensors |= {f"{index}.0": keys[None], f"{index}.1": values[None]}

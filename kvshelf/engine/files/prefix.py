@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -174,10 +173,6 @@ def norms_digest(norms: Iterable[np.ndarray], dtype: str) -> str:
 def vocabulary_digest(tokens: Iterable[str]) -> str:
     """Hex digest of a vocabulary in the order of its ids."""
     return digest("kvshelf.vocabulary", *tokens)
-
-
-def as_json(about: dict[str, Any]) -> str:
-    return json.dumps(about, sort_keys=True)
 
 
 def raw(states: Tensor) -> memoryview:

@@ -140,7 +140,6 @@ class Projection:
             decoder(position_ids=places, use_cache=True, **inputs, **{CACHE_ARGUMENT: cache})
 
     def _with(self, layers: Sequence[nn.Module]) -> Any:
-        """The clone with these layers."""
         view = copy.copy(self.clone)
         view._modules = self.clone._modules | {self.name: nn.ModuleList(layers)}
         return view
@@ -165,7 +164,6 @@ class LayerProjection:
         return replace(record.made(keys, values), entries_at=record.entry_positions.to(keys.device))
 
     def _project(self, record: Residuals, tokens: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the first tokens."""
         residuals = plain(record.keys)[:tokens]  # type: ignore[arg-type]  # coded rows have been decoded
         keys, values = self.projection.project(self.index, residuals, record.positions[0][:tokens])
         if (len(keys), keys.shape[2], values.shape[2]) != (record.kv_heads, *record.full_dims):

@@ -174,7 +174,6 @@ _READERS: Final[dict[str, Callable[[DocumentRules, str, str], list[Span]]]] = {
 
 
 def refused(rule: Any, why: str) -> InvalidRequest:
-    """The error about a rule."""
     return InvalidRequest(f"protect {rule!r:.120}: {why}", param="protect")
 
 

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 
 class _SharedBatch(DecodeBatch):
-    """A batch in which each rank steps its own heads."""
-
     def __init__(self, passes: Passes) -> None:
         super().__init__(passes)
         self._lead = _lead(passes)
@@ -74,8 +72,6 @@ class _SharedAsker(Asker):
 
 
 class _SharedCompressor(Compressor):
-    """A compressor whose passes all ranks run."""
-
     def prefill(
         self,
         group: Sequence[Level],

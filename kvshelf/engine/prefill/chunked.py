@@ -111,7 +111,6 @@ class ChunkedPrefill(ForwardContext):
         self.paused_s += time.perf_counter() - absorbed
 
     def _reduce_together(self) -> None:
-        """Reduce all layers, where they share the budget."""
         if not self._absorber.again or self._absorber.policy.phase == "during":
             return
         started, layers = time.perf_counter(), cast("list[RejudgedLayer]", self._layers)

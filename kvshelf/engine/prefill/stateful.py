@@ -127,8 +127,6 @@ class Read:
 
 
 class _Observer(ForwardContext):
-    """Keeps the states of each layer."""
-
     def __init__(self, checkpoint: Checkpoint, queries: bool) -> None:
         self.attended: dict[int, Attended] = {}
         self.paused_s = 0.0
@@ -156,7 +154,6 @@ def _behind(passes: Passes, document: Attachment, probes: Sequence[ProbePass]) -
 
 
 def _in_line(rows: Attended) -> Attended:
-    """Rows of tokens as one row, one behind the other."""
     return replace(rows, queries=in_line(rows.queries), keys=in_line(rows.keys), values=in_line(rows.values))
 
 

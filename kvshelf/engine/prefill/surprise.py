@@ -40,7 +40,6 @@ class Surprise:
         return cls(values, time.perf_counter() - started - turns.paused_s)
 
     def added_to(self, document: DocumentView) -> DocumentView:
-        """The document with its surprisals."""
         return document if self.values is None else replace(document, surprisals=self.values)
 
 
