@@ -1,13 +1,12 @@
 """Episodes of a long conversation, the clusters of its windows, and the router that sends a question to the nearest
 (EpiCache, Kim et al., 2025, arXiv 2509.17396, section 3.2).
 
-A conversation is cut into windows of four utterances. Windows become vectors, k-means makes clusters of them, and the
-windows nearest a cluster's centroid, in time order, are the text of an episode. Policy `epicache` keeps what this text
-attends to.
+A conversation is cut into windows of four utterances. The windows nearest the centroid of a cluster, in time order, are
+the text of an episode. Policy `epicache` keeps the entries to which this text attends.
 
-Departure: no embedding model is loaded. A window is its distinct tokens, each weighed by how few windows have it
-(inverse document frequency), at length 1. It finds shared words, and no paraphrases. docs/internals/answers.md has the
-measurement that rejected the mean of the model's input embeddings, and that of its last hidden states.
+Departure: no embedding model is loaded. A window is the vector of its distinct tokens, weighed by inverse document
+frequency, at length 1. It finds shared words, and no paraphrases. docs/internals/answers.md has the measurement that
+rejected means of input embeddings and of last hidden states.
 """
 
 from __future__ import annotations

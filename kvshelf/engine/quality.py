@@ -1,11 +1,6 @@
-"""Quality of a compression on its own document, measured when it is made: `Probe`, `Reference`.
+"""Quality of a compression on its own document, measured by cues when it is made: see docs/internals/probe.md.
 
-The real questions are not known yet, so they are made from the document: cues. A cue is ten tokens of the document,
-what the chat template writes before an answer, and in place of the answer the document's tokens from the third on
-behind the ten: like a question, it does not have the very words before the answer. Four tokens begin the answer, and
-both caches predict the next six, each after the right ones before it. The reference is the full cache and not the
-truth: an answer that the model cannot find is no fault of the compression.
-
+The reference is the full cache and not the truth: an answer that the model cannot find is no fault of the compression.
 With p the probabilities under the full cache, q under the compressed one, and n those that the model gave at the same
 token of the document when it first read it, for d, the document's own token:
 
@@ -14,17 +9,14 @@ token of the document when it first read it, for d, the document's own token:
     agreement = share of the cues that count and agree
     kl = mean of KL(p || q) over all predicted tokens of the cues that count, in nats
 
-So a token counts that surprised the model at first and does not after it has read the document: what it knows of it
-comes from the cache. What the document does not decide (what the model would have said anyway, and what it is unsure
-of) is in no denominator. The first of a cue's tokens and not all: they are lost together, and cues are independent. KL
-takes the 64 likeliest tokens one by one and the others together. docs/internals/probe.md has the rules that were tried.
+So a token counts that surprised the model at first and does not after it has read the document. Tokens that the model
+would have predicted anyway, and tokens of which it is unsure, are in no denominator. Only the first decided token of a
+cue counts: the others are lost with it, and cues are independent. KL takes the 64 likeliest tokens one by one and the
+others together. A model with recurrent states, and appended tokens, have no logits of the document; there n is of the
+cue alone.
 
 `low` and `high` are the exact bounds of a binomial share (Clopper and Pearson, 1934), each on one side, at 95 %. `low`
 is None where fewer than `LEAST` cues count: a bound from so few is no floor. Where none counts there is no agreement.
-
-The full cache answers during the prefill: the cues are probe passes behind the document, and each layer is freed as
-usual. There is never a second cache in memory, but for a model with recurrent states (`prefill.stateful`). Such a
-model, and appended tokens, have no logits of the document; there n is what the model says to the cue alone.
 """
 
 from __future__ import annotations

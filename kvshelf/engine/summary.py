@@ -1,11 +1,9 @@
 """Summaries of documents: codes of keys, by which a search finds the documents that hold the words of a question.
 
-The keys of the first two layers, without their rotation, say which token stands in a place, and in the second layer
-also what stands before it. A key becomes 64 bits, the signs of random projections (SimHash, Charikar 2002), so that
-keys of similar direction differ in few bits. As in late interaction (ColBERT, Khattab and Zaharia 2020), each token of
-the question looks for its nearest code in a document; as in BM25, a find counts for more in fewer documents.
-
-A summary is no index of meaning: paraphrases are found only as far as their tokens' keys are near each other.
+The keys of the first two layers, without their rotation, depend on the token, and in the second layer also on the
+tokens before it. A key becomes 64 bits, the signs of random projections (SimHash, Charikar 2002). As in late
+interaction (ColBERT, Khattab and Zaharia 2020), each token of the question is compared with its nearest code in a
+document; as in BM25, a find counts for more in fewer documents. Paraphrases are found only as far as keys are near.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from kvshelf.engine.forward.tracing import TOKENS, Trace
+from kvshelf.engine.forward.calls import TOKENS, Trace
 from kvshelf.kernels.rowwise import PANEL, Buffer, Instruction, Place
 
 _ATEN = torch.ops.aten

@@ -29,10 +29,9 @@ from kvshelf.engine.attention.function import (
 from kvshelf.engine.attention.inspection import layer_shapes, tokens_at_once
 from kvshelf.engine.attention.latents import Absorbed, Handover, absorbed_layers
 from kvshelf.engine.facts import ModelFacts
-from kvshelf.engine.forward.calls import Calls
+from kvshelf.engine.forward.calls import TOKENS, AttentionCall, Calls
 from kvshelf.engine.forward.program import ForwardProgram, Logits
 from kvshelf.engine.forward.projection import Projection
-from kvshelf.engine.forward.tracing import TOKENS, AttentionCall
 from kvshelf.engine.soft import Placed, Soft, decoder_of, placed_states, soft_tokens
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.native import Part

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvshelf.engine.forward.calls import AttentionCall, trace
 from kvshelf.engine.forward.lowering import Lowered, lower
-from kvshelf.engine.forward.tracing import AttentionCall, trace
 from kvshelf.kernels.native import Part, run_parts
 from kvshelf.kernels.rowwise import BLOCK_ROWS, Buffer, RowProgram, products_of_one, row_programs
 from kvshelf.model.prepacking import PanelLinear, join_weights
