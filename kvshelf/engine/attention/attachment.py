@@ -386,12 +386,11 @@ def _records_of(
     """The layers once they have arrived, with plain rows. device: of all layers, whose rows may be decoded there."""
     if isinstance(cache, PartialCache):
         return ()  # `PartialAttachment` has its own
-    records = (
-        # On the CPU, where decoding waits for no other work of a card.
-        _arrived((cache.to("cpu") if cache.coded else cache).layers)
-        if isinstance(cache, CompressedCache)
-        else cache.layers
-    )
+    if isinstance(cache, CompressedCache):
+        # Streams are decoded from the CPU, where they wait for no other work of a card.
+        records = _arrived((cache.to("cpu") if cache.coded else cache).layers)
+    else:
+        records = cache.layers
     if not cache.coded:
         return records
 

@@ -18,7 +18,6 @@ from kvshelf.engine.forward.calls import Calls, with_layers
 from kvshelf.engine.forward.passes import Passes
 from kvshelf.engine.inputs.job import Job, Level
 from kvshelf.engine.prefill import stateful
-from kvshelf.engine.prefill.appending import continued, resumed
 from kvshelf.engine.prefill.chunked import ChunkedPrefill
 from kvshelf.engine.prefill.pictures import Pictures
 from kvshelf.engine.prefill.reducing import LayerReducer, Scorer, SharedReducer
@@ -124,9 +123,9 @@ def _finished(level: Level, compression: Compression, encode: Encode) -> Compres
     if level.job.parent is None:
         cache = encode(compression.cache, level.codec)
     elif level.job.absorber is None:
-        cache = continued(level.job.parent, compression.cache, level.identity, level.job.budget.tokens)
+        cache = level.job.parent.continued(compression.cache, level.identity, level.job.budget.tokens)
     else:
-        cache = resumed(level.job.parent, compression.cache, level.identity)
+        cache = level.job.parent.resumed(compression.cache, level.identity)
     cache.events  # noqa: B018 - recorded before the card is given other work
     return replace(compression, cache=cache, compress_s=compression.compress_s + time.perf_counter() - started)
 
