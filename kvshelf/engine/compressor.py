@@ -62,7 +62,7 @@ class Compressor:
         self, document: Document | EncodedDocument, options: CompressOptions, **encoding: Unpack[EncodingFields]
     ) -> Job:
         """See `Engine.prepare`."""
-        policy = options.built(options.default_policy)
+        policy = options.built()
         encoded = document
         if not isinstance(encoded, EncodedDocument):
             encoded = self._encoder.document(

@@ -47,20 +47,17 @@ class CompressOptions:
         return frozenset(self.policy_params or {})
 
     @property
-    def default_policy(self) -> str:
-        """The policy of a document of its own, where none is named."""
-        return default_policy({**self.sizes, "policy_params": dict(self.policy_params or {})})
-
-    @property
     def sizes(self) -> dict[str, Any]:
         """The fields that say how much stays, without those that are None."""
         fields = {"compression_ratio": self.compression_ratio, "budget_tokens": self.budget_tokens}
         return {name: value for name, value in fields.items() if value is not None}
 
-    def built(self, default: str) -> Policy:
-        """The policy. default: its name where none is named. Raises `InvalidRequest`, also for a size or questions that
-        it does not take."""
-        policy = build(self.policy or default, dict(self.policy_params or {}))
+    def built(self, default: str = "") -> Policy:
+        """The policy. default: its name where none is named; "": as of a document by itself. Raises `InvalidRequest`,
+        also for a size or questions that it does not take."""
+        params = dict(self.policy_params or {})
+        name = self.policy or default or default_policy({**self.sizes, "policy_params": params})
+        policy = build(name, params)
         require_possible(Combination(policy=policy, sizes=self.sizes, questions=self.expected_questions))
         return policy
 

@@ -19,7 +19,7 @@ from kvshelf.engine.forward.passes import Passes
 from kvshelf.engine.inputs.job import Job, Level
 from kvshelf.engine.prefill import stateful
 from kvshelf.engine.prefill.chunked import ChunkedPrefill
-from kvshelf.engine.prefill.pictures import Pictures
+from kvshelf.engine.prefill.pictures import placed_images
 from kvshelf.engine.prefill.reducing import LayerReducer, Scorer, SharedReducer
 from kvshelf.engine.prefill.surprise import Surprise, surprises
 from kvshelf.engine.progress import Checkpoint, Progress, nothing
@@ -75,7 +75,7 @@ def run_prefill(
     rounds = (1 if absorber is None else len(absorber.chunks)) + bool(surprising and first.parent is None)
     counted = _counted(checkpoint, progress, len(attending(kinds)) * rounds)
     surprise = Surprise.of(passes, first, checkpoint, counted) if surprising else Surprise()
-    pictures = Pictures.of(passes, first, checkpoint)
+    placed, images_s = placed_images(passes, first, checkpoint)
     reducers: Sequence[LayerReducer | ChunkedPrefill]
     summary = SummaryMaker(None if first.images else coder, first.num_tokens, first.document.first_position)
     apart = absorber is None and (first.parent is not None or any(kind.states for kind in kinds))
@@ -93,10 +93,7 @@ def run_prefill(
             modules = with_layers(passes.model) if shared.needs(Needs.CALL) else []
             modules += [] if shared.projection is None else shared.projection.layers
             shared.calls = Calls(passes.model, modules) if modules else None
-            if apart:
-                reference = _apart(passes, first, probe, shared)
-            else:
-                reference = _whole(passes, first, probe, shared, pictures.placed)
+            reference = _apart(passes, first, probe, shared) if apart else _whole(passes, first, probe, shared, placed)
             paused_s = shared.paused_s
         joined = tuple if passes.ranks is None else passes.ranks.joined
         records = [joined(reducer.records()) for reducer in reducers]
@@ -106,7 +103,7 @@ def run_prefill(
         probe_s = elapsed * probe.num_tokens / (probe.num_tokens + first.run_tokens)
         reference = replace(reference, probe_s=reference.probe_s + probe_s)
         elapsed -= probe_s
-    prefill_s = elapsed + pictures.seconds - sum(reducer.compress_s for reducer in reducers)
+    prefill_s = elapsed + images_s - sum(reducer.compress_s for reducer in reducers)
     compressions: dict[int, Compression] = {}
     for job, layers, reducer in zip(jobs, records, reducers, strict=True):
         next_position = job.policy.next_position(job.num_tokens, job.budget)
@@ -154,7 +151,7 @@ def run_scores(passes: Passes, job: Job, checkpoint: Checkpoint) -> list[Tensor]
             scorer.after_attention(attended)
     else:
         shared = SharedReducer([scorer], (), checkpoint, SummaryMaker(None, job.num_tokens))
-        placed = Pictures.of(passes, job, checkpoint).placed
+        placed, _ = placed_images(passes, job, checkpoint)
         passes.causal(job.inputs(passes.devices.inputs), shared, soft=job.soft, placed=placed)
     layers = reducible(kinds)
     require_every_layer(scorer.scores, layers)
