@@ -1,9 +1,6 @@
 """Episodes of a long conversation, the clusters of its windows, and the router that sends a question to the nearest
 (EpiCache, Kim et al., 2025, arXiv 2509.17396, section 3.2).
 
-A conversation is cut into windows of four utterances. The windows nearest the centroid of a cluster, in time order, are
-the text of an episode. Policy `epicache` keeps the entries to which this text attends.
-
 Departure: no embedding model is loaded. A window is the vector of its distinct tokens, weighed by inverse document
 frequency, at length 1. It finds shared words, and no paraphrases. docs/internals/answers.md has the measurement that
 rejected means of input embeddings and of last hidden states.

@@ -1,8 +1,5 @@
-"""The table of features that do not go together, by which a request is checked before any work.
-
-docs/internals/exclusions.md is made from the table (`python -m scripts.publish_exclusions`), and a test makes every
-combination of its features.
-"""
+"""The table of features that do not go together, by which a request is checked before any work. It is published as
+docs/internals/exclusions.md (`python -m scripts.publish_exclusions`)."""
 
 from __future__ import annotations
 

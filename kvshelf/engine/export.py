@@ -1,8 +1,5 @@
-"""A compressed cache as a plain transformers `DynamicCache`, for code without kvshelf.
-
-Any engine that accepts a KV cache as a prefix accepts this one: it has one key and one value per token and head,
-equally many in every head and layer, rotated to the positions that the engine expects, and copies of the states.
-"""
+"""A compressed cache as a plain transformers `DynamicCache`, for code without kvshelf: one key and one value per token
+and head, equally many in every head and layer, rotated to the requested positions, and copies of the states."""
 
 from __future__ import annotations
 

@@ -9,11 +9,10 @@ token of the document when it first read it, for d, the document's own token:
     agreement = share of the cues that count and agree
     kl = mean of KL(p || q) over all predicted tokens of the cues that count, in nats
 
-So a token counts that surprised the model at first and does not after it has read the document. Tokens that the model
-would have predicted anyway, and tokens of which it is unsure, are in no denominator. Only the first decided token of a
-cue counts: the others are lost with it, and cues are independent. KL takes the 64 likeliest tokens one by one and the
-others together. A model with recurrent states, and appended tokens, have no logits of the document; there n is of the
-cue alone.
+So a token counts that surprised the model at first and does not after it has read the document; tokens that it would
+have predicted anyway, or of which it is unsure, are in no denominator. Of a cue the first decided token counts, with
+which the others are lost: cues are independent. KL takes the 64 likeliest tokens one by one and the others together. A
+model with recurrent states, and appended tokens, have no logits of the document; there n is of the cue alone.
 
 `low` and `high` are the exact bounds of a binomial share (Clopper and Pearson, 1934), each on one side, at 95 %. `low`
 is None where fewer than `LEAST` cues count: a bound from so few is no floor. Where none counts there is no agreement.

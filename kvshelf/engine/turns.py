@@ -1,8 +1,7 @@
 """A conversation behind a stored cache: its tokens as the template writes them, and the caches of its turns.
 
-The cache of a turn has the answer as the template writes earlier answers, as the next question needs it. Whether a
-question can be asked of a cache follows from its tokens alone. Where a template rewrites earlier turns, the caches of
-these turns no longer match, and the tokens behind the last cache that matches are read again.
+The cache of a turn has the answer as the template writes earlier answers. Where a template rewrites earlier turns,
+their caches no longer match, and the tokens behind the last cache that matches are read again.
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
-"""The attention function that transformers calls while an engine works.
-
-It is registered under the name "kvshelf" in transformers' public registries. An engine selects it for one call, a
-scheduler for as long as it runs; both restore the previous function. It does three things and refuses everything else:
-causal attention, attention over an attached cache, and passing the states of each layer to the call's `ForwardContext`.
-"""
+"""The attention function of an engine, "kvshelf" in transformers' public registries: causal attention, attention over
+an attached cache, and the states of each layer for the call's `ForwardContext`. It refuses everything else."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Layers with recurrent or convolution states, as transformers' modules see them (`Cache.get_recurrent_state`, ...).
 
-A pass has states of its own, `[rows, ...]`, because modules write into them. Nothing that is stored is ever given to a
-module, so a pass that fails leaves no trace.
+A pass has a copy of the states, `[rows, ...]`, because modules write into them: a pass that fails leaves no trace.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The forward pass of a model without its Python: lists of instructions between one attention and the next.
 
-The model's own code is recorded once, which takes a tenth of a second for eight layers, and needs no compiler. The
-numbers are those of the model's modules, except for the last bits of sums. On a CPU the lists run in C; on a GPU as
-products of torch and kernels of Triton, a dozen launches a layer in place of forty.
+The model's own code is recorded once, and its numbers are those of the modules but for the last bits of sums. On a CPU
+the lists run in C; on a GPU as products of torch and kernels of Triton, a dozen launches a layer in place of forty.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 Elsewhere, probe passes stand behind the document in one sequence, and attention keeps them apart. A recurrent layer
 would run through all of them as through one text, and behind a stored cache attention reads that cache in place. So
-here the document has a pass of its own, and each probe pass begins behind it, over the full cache, with a copy of the
-states. The full cache stays in memory until the probes are done: of all layers that attend, which in models with states
-are few, or of the appended tokens alone.
+here the document has a pass of its own, and each probe pass begins behind it with a copy of the states, over the full
+cache, which stays in memory until the probes are done.
 """
 
 from __future__ import annotations
