@@ -3,7 +3,9 @@ alone (LookaheadKV, arXiv 2603.10899), and images."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -11,13 +13,21 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from kvshelf.engine.progress import Checkpoint
 from kvshelf.kernels.staging import carried
+from kvshelf.model.images import ImageEncoder, PlacedImage, Scaled
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ALPHA: Final = 32.0
 """An addition of rank r is multiplied by this / r."""
+
+_PAUSE_S: Final = 0.002
+"""Between two checkpoints while an image is scaled."""
+
+_BESIDE: Final = ThreadPoolExecutor(1, thread_name_prefix="images")
+"""One thread for all documents, so that one image is scaled at a time, also where its caller has left."""
 
 
 class Soft(NamedTuple):
@@ -32,6 +42,41 @@ class Placed(NamedTuple):
 
     rows: Tensor
     states: Tensor
+
+
+def placed_images(
+    encoder: ImageEncoder | None, images: Sequence[PlacedImage], token_ids: Sequence[int], checkpoint: Checkpoint
+) -> tuple[Placed | None, float]:
+    """The states of the images of a document, None where it has none, and the seconds that they took. token_ids: of the
+    document.
+
+    A file is decoded a second time here: while the document waited only the file was in memory, which is a tenth of its
+    pixels. Decoding and scaling run beside this thread; `checkpoint` is called meanwhile and behind each image, and may
+    raise. Then the image is still scaled to its end, before another of any document.
+    """
+    if not images or encoder is None:
+        return None, 0.0
+
+    def scale(data: bytes, ids: Sequence[int], param: str) -> tuple[Scaled, float]:
+        started = time.perf_counter()
+        return encoder.scaled(data, ids, param), time.perf_counter() - started
+
+    states, rows, seconds = [], list[int](), 0.0
+    for number, image in enumerate(images):
+        param, ids = f"images[{number}]", token_ids[image.first : image.end]
+        scaling = _BESIDE.submit(scale, image.data, ids, param)
+        try:
+            while wait([scaling], _PAUSE_S).not_done:
+                checkpoint()
+        finally:
+            scaling.cancel()  # a document whose caller has left does not hold up the model
+        scaled, scaled_s = scaling.result()
+        started = time.perf_counter()
+        states.append(encoder.states(scaled, param))
+        rows += [at for at, token in enumerate(ids, image.first) if token == encoder.token_id]
+        seconds += scaled_s + time.perf_counter() - started
+        checkpoint()
+    return Placed(torch.tensor(rows), torch.cat(states)), seconds
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:

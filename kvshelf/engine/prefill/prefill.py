@@ -19,12 +19,11 @@ from kvshelf.engine.forward.passes import Passes
 from kvshelf.engine.inputs.job import Job, Level
 from kvshelf.engine.prefill import stateful
 from kvshelf.engine.prefill.chunked import ChunkedPrefill
-from kvshelf.engine.prefill.pictures import placed_images
 from kvshelf.engine.prefill.reducing import LayerReducer, Scorer, SharedReducer
 from kvshelf.engine.prefill.surprise import Surprise, surprises
 from kvshelf.engine.progress import Checkpoint, Progress, nothing
 from kvshelf.engine.quality import Probe, Reference, ask, ask_without, rows_at_once
-from kvshelf.engine.soft import Placed
+from kvshelf.engine.soft import Placed, placed_images
 from kvshelf.engine.summary import KeyCoder, SummaryMaker
 from kvshelf.methods.method import Needs
 from kvshelf.methods.policies.registry import everything
@@ -75,7 +74,7 @@ def run_prefill(
     rounds = (1 if absorber is None else len(absorber.chunks)) + bool(surprising and first.parent is None)
     counted = _counted(checkpoint, progress, len(attending(kinds)) * rounds)
     surprise = Surprise.of(passes, first, checkpoint, counted) if surprising else Surprise()
-    placed, images_s = placed_images(passes, first, checkpoint)
+    placed, images_s = placed_images(passes.facts.images, first.images, first.document.token_ids, checkpoint)
     reducers: Sequence[LayerReducer | ChunkedPrefill]
     summary = SummaryMaker(None if first.images else coder, first.num_tokens, first.document.first_position)
     apart = absorber is None and (first.parent is not None or any(kind.states for kind in kinds))
@@ -151,7 +150,7 @@ def run_scores(passes: Passes, job: Job, checkpoint: Checkpoint) -> list[Tensor]
             scorer.after_attention(attended)
     else:
         shared = SharedReducer([scorer], (), checkpoint, SummaryMaker(None, job.num_tokens))
-        placed, _ = placed_images(passes, job, checkpoint)
+        placed, _ = placed_images(passes.facts.images, job.images, job.document.token_ids, checkpoint)
         passes.causal(job.inputs(passes.devices.inputs), shared, soft=job.soft, placed=placed)
     layers = reducible(kinds)
     require_every_layer(scorer.scores, layers)
