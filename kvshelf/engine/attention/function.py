@@ -251,13 +251,10 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, rules: LogitRules) -> tup
         rules = replace(rules, window=None)
     if not rules.plain or (num_queries == num_keys and _returns_lse(query, key, value)):
         return causal_attention(query, key, value, rules)
-    if num_queries in (1, num_keys):
-        out = F.scaled_dot_product_attention(
-            query, key, value, scale=rules.scale, is_causal=num_queries > 1, enable_gqa=True
-        )
-        return out, None
-    visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril(num_keys - num_queries)
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=rules.scale, enable_gqa=True)
+    visible, causal = None, 1 < num_queries == num_keys
+    if num_queries not in (1, num_keys):
+        visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril(num_keys - num_queries)
+    out = F.scaled_dot_product_attention(query, key, value, visible, 0.0, causal, scale=rules.scale, enable_gqa=True)
     return out, None
 
 
