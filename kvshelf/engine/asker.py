@@ -89,10 +89,10 @@ class Asker:
 
     def _require(self, **features: object) -> None:
         """Raises `PolicyUnsupported` for the first feature of a question that this engine lacks."""
-        for what, param in (self.lacks[name] for name, value in features.items() if value and name in self.lacks):
+        for feature, param in (self.lacks[name] for name, value in features.items() if value and name in self.lacks):
             instead = "ask one" if param == "cache_ids" else f"leave {param} out"
             raise PolicyUnsupported(
-                f"{self.answers_from}: it does not have {what.format(features.get('route'))}; {instead}, or ask a "
+                f"{self.answers_from}: it does not have {feature.format(features.get('route'))}; {instead}, or ask a "
                 "service with kvshelf's own engine",
                 param=param,
             )

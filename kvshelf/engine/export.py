@@ -62,11 +62,11 @@ class Places:
         keys = torch.cat([view.keys[:] for view in views])[order]
         values = torch.cat([view.values[:] for view in views])[order]
         slots = torch.arange(len(positions), device=positions.device)
-        wanted = (slots if self._wanted_at_slots else positions) + self._shift
+        target = (slots if self._wanted_at_slots else positions) + self._shift
         if like.rope_mode == "pre":
-            keys = self._undoable().rotate(keys, wanted)
-        elif not torch.equal(stored := slots if self._stored_at_slots else positions, wanted):
-            keys = self._undoable().moved(keys, stored, wanted)
+            keys = self._undoable().rotate(keys, target)
+        elif not torch.equal(stored := slots if self._stored_at_slots else positions, target):
+            keys = self._undoable().moved(keys, stored, target)
         return keys.to(like.dtype), values
 
     def _undoable(self) -> Rope:

@@ -342,24 +342,24 @@ def cue_places(document: DocumentView, count: int) -> list[int]:
         allowed = [at for at in allowed if all(end <= at - length or at + ANSWER <= begin for begin, end in images)]
     frequency = Counter(ids)
     rarity = [-math.log(frequency[token]) for token in ids]
-    taken = bytearray(document.num_tokens)
+    occupied = bytearray(document.num_tokens)
     chosen: list[int] = []
     for begins in (document.number_starts, document.name_starts, None):
         of_kind = [at for at in allowed if begins is None or begins[at]]
-        while (room := count - len(chosen)) and (free := [at for at in of_kind if _free(taken, at)]):
+        while (room := count - len(chosen)) and (free := [at for at in of_kind if _free(occupied, at)]):
             for part in _groups(free, room):
                 # Among equals the last one: sentences say what is new at their end.
-                apart = [(sum(rarity[at : at + ANSWER]), at) for at in part if _free(taken, at)]
+                apart = [(sum(rarity[at : at + ANSWER]), at) for at in part if _free(occupied, at)]
                 if apart:
                     _, best = max(apart)
-                    taken[best : best + ANSWER] = b"\1" * ANSWER
+                    occupied[best : best + ANSWER] = b"\1" * ANSWER
                     chosen.append(best)
     return sorted(chosen)
 
 
-def _free(taken: bytearray, at: int) -> bool:
+def _free(occupied: bytearray, at: int) -> bool:
     """Whether an answer that begins here overlaps no other."""
-    return not any(taken[at : at + ANSWER])
+    return not any(occupied[at : at + ANSWER])
 
 
 def _groups(items: Sequence[int], most: int) -> Iterator[Sequence[int]]:

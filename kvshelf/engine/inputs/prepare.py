@@ -61,10 +61,10 @@ class Preparer:
         require_possible(combination)
         if combination.at_work is not None:
             document = self.gated(self.calibrated(document, policy), policy)
-            judged, left = document.judged, budget.beside(document.num_protected, document.num_tokens)
+            judged, rest = document.judged, budget.beside(document.num_protected, document.num_tokens)
             if policy.indexes:  # of all entries, which it keeps
-                judged, left = document, budget
-            policy = policy.fitted(judged, left, options.chosen_params)
+                judged, rest = document, budget
+            policy = policy.fitted(judged, rest, options.chosen_params)
             passes = tuple(policy.probe_passes(judged))
             for probe in passes:
                 end = probe.first_position + len(probe.token_ids)
@@ -74,7 +74,7 @@ class Preparer:
                         f"{self.facts.name!r} takes {self.facts.max_tokens} tokens; shorten the document or the probe",
                         param="document",
                     )
-            absorber = policy.absorber(judged, left)
+            absorber = policy.absorber(judged, rest)
             # Again: what a policy runs is known once it is fitted, and fitting reads files that other refusals spare.
             combination = replace(combination, policy=policy, passes=passes, absorber=absorber)
             require_possible(combination)

@@ -116,8 +116,8 @@ def _first(document: DocumentRules, rule: str, rest: str) -> list[Span]:
     count = _number(rule, rest)
     end = document.encoded.protected_prefix + count
     if not count > 0 or end > document.num_tokens:
-        own = document.num_tokens - document.encoded.protected_prefix
-        raise refused(rule, f"the document has {own} tokens; give from 1 to so many")
+        most = document.num_tokens - document.encoded.protected_prefix
+        raise refused(rule, f"the document has {most} tokens; give from 1 to so many")
     return [(0, end)]
 
 
