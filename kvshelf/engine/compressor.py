@@ -73,7 +73,8 @@ class Compressor:
             )
         view = self._encoder.view(encoded, options.expected_questions)
         budget = options.budget(policy, self._preparer.of_model(view))
-        return self._preparer.job(view, policy, budget, encoded=encoded, options=options)
+        chosen, questions = options.chosen_params, options.expected_questions
+        return self._preparer.job(view, policy, budget, encoded=encoded, chosen=chosen, questions=questions)
 
     def prepare_append(
         self, cache: CompressedCache, more: Document | EncodedDocument, options: CompressOptions, protect: Rules = ()
@@ -116,7 +117,10 @@ class Compressor:
         budget = options.budget(policy, self._preparer.of_model(view), ratio, before=before)
         coder, decoder = self._coders.of(identity), self._coders.decoder_of(cache)
         parent = Parent(cache, coder, decoder, self._passes.devices.layers, self._facts.rotate)
-        return self._preparer.job(view, policy, budget, encoded=encoded, options=options, parent=parent)
+        chosen, questions = options.chosen_params, options.expected_questions
+        return self._preparer.job(
+            view, policy, budget, encoded=encoded, chosen=chosen, questions=questions, parent=parent
+        )
 
     def episodes(self, document: Document, count: int = 4) -> list[Episode]:
         """The episodes of a conversation, from its messages or from a text, whose paragraphs (or sentences, where there

@@ -167,14 +167,6 @@ def unpacked(summary: Sequence[bytes]) -> list[Codes]:
     return [np.frombuffer(codes, "<u8") for codes in summary]
 
 
-def extended(summary: Sequence[bytes], appended: Sequence[bytes]) -> tuple[bytes, ...]:
-    """A stored summary with that of appended tokens; empty where either is."""
-    if len(summary) != len(appended):
-        return ()
-    layers = zip(unpacked(summary), unpacked(appended), strict=True)
-    return tuple(packed(np.concatenate(codes)) for codes in layers)
-
-
 @dataclass(frozen=True, eq=False)
 class Block:
     """The summaries of several documents, side by side. codes: by layer, those of one document after another. starts:

@@ -21,6 +21,7 @@ from kvshelf.engine.facts import ModelFacts
 from kvshelf.engine.inputs.encode import Document, Encoder, Prompt
 from kvshelf.engine.inputs.prepare import as_bytes
 from kvshelf.engine.options import CompressOptions
+from kvshelf.engine.prefill.appending import continued
 from kvshelf.errors import InvalidRequest, StateConflict
 from kvshelf.methods.policies.registry import everything
 from kvshelf.model.text import Broken, EncodedDocument, TemplateOptions, TextFormat
@@ -144,7 +145,7 @@ class Turns:
             layers = part.records(self._facts.kinds, cache.layers, cache.num_tokens)
             ends = job.document.stored_sentence_ends
             alone = CompressedCache(layers, job.num_tokens, job.num_tokens, job.identity, sentence_ends=ends)
-            cache = job.parent.continued(alone, self._compressor.level(job).identity, job.num_tokens)
+            cache = continued(job.parent, alone, self._compressor.level(job).identity, job.num_tokens)
             caches.append(cache)
             at += job.num_tokens
         return caches

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -11,19 +11,17 @@ from torch import Tensor
 
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.artifact.coder import CacheDecoder, Coder
-from kvshelf.artifact.growth import grown
 from kvshelf.artifact.identity import Identity
 from kvshelf.artifact.packed import Rotate
 from kvshelf.artifact.records import LayerRecord
 from kvshelf.artifact.transforms import Transforms
 from kvshelf.engine.attention.attachment import Attachment
 from kvshelf.engine.soft import Soft
-from kvshelf.engine.summary import extended
 from kvshelf.kernels.transfer import upload
 from kvshelf.methods.policies import Policy
 from kvshelf.methods.policies.base import Absorber
 from kvshelf.methods.policies.budgets import Budget
-from kvshelf.methods.policies.view import MAX_SENTENCES, DocumentView, ProbePass
+from kvshelf.methods.policies.view import DocumentView, ProbePass
 from kvshelf.model.images import PlacedImage
 
 
@@ -52,41 +50,6 @@ class Parent:
     def document(self) -> Attachment:
         """The cache as the model's layers read it."""
         return Attachment(self.plain, self.devices, self.rotate)
-
-    def continued(self, appended: CompressedCache, identity: Identity, budget_tokens: int) -> CompressedCache:
-        """The cache of the document with tokens appended to it, under the codec of this one.
-
-        appended: of these tokens alone, not encoded, its entries at their places in the whole document. identity: of
-        the result. budget_tokens: of the appended tokens. Raises `InvalidRequest` as `grown` and
-        `CompressedCache.encoded`.
-        """
-        codec = self.cache.codec
-        alone = replace(identity, budget_tokens=budget_tokens)  # shares of klt's classes are of the appended tokens
-
-        def encode(layers: Sequence[LayerRecord]) -> Sequence[LayerRecord]:
-            cache = replace(appended, layers=tuple(layers), identity=alone)
-            return cache.encoded(codec, self.coder, whole_groups=True).layers
-
-        device = "cpu"  # where stored caches are; they move to the layers' devices when they are attached
-        layers = tuple(grown(self.cache.to(device).layers, appended.to(device).layers, codec, encode))
-        end, ends = identity.num_tokens, self._sentence_ends(appended)
-        return CompressedCache(layers, end, end, identity, codec, ends, extended(self.cache.summary, appended.summary))
-
-    def resumed(self, read: CompressedCache, identity: Identity) -> CompressedCache:
-        """As `continued`, where the policy of this cache went on reading. read: the entries of the whole document, not
-        encoded, in place of those of this cache. Raises `InvalidRequest` as `CompressedCache.encoded`."""
-        end, ends = identity.num_tokens, self._sentence_ends(read)
-        whole = replace(read, num_tokens=end, next_position=end, identity=identity, sentence_ends=ends)
-        return whole.encoded(self.cache.codec, self.coder)
-
-    def _sentence_ends(self, appended: CompressedCache) -> tuple[int, ...]:
-        """Of both; of neither where those of one are not known. Where there are too many, neighbours become one."""
-        if not (self.cache.sentence_ends and appended.sentence_ends):
-            return ()
-        ends = self.cache.sentence_ends + tuple(self.cache.num_tokens + end for end in appended.sentence_ends)
-        while len(ends) > MAX_SENTENCES:
-            ends = ends[::-2][::-1]  # with the last, which ends the document
-        return ends
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from kvshelf.artifact.identity import Identity, canonical_json, digest
 from kvshelf.engine.exclusions import Combination, require_possible
 from kvshelf.engine.facts import ModelFacts
 from kvshelf.engine.inputs.job import Job, Parent
-from kvshelf.engine.options import CompressOptions
 from kvshelf.errors import DocumentTooLong, InvalidRequest
 from kvshelf.methods.method import Needs
 from kvshelf.methods.policies import Policy
@@ -38,13 +37,15 @@ class Preparer:
         budget: Budget,
         *,
         encoded: EncodedDocument,
-        options: CompressOptions,
+        chosen: frozenset[str],
+        questions: Sequence[str],
         parent: Parent | None = None,
     ) -> Job:
         """The job that compresses `document` by `policy`. With a budget for the whole document the policy has no work.
 
-        encoded: the same document, with its layout. options: whose policy parameters are not fitted. parent: the cache
-        that `document` is appended to. Raises `PolicyUnsupported`, `InvalidRequest` or `DocumentTooLong`.
+        encoded: the same document, with its layout. chosen: the parameters that the caller chose, which are not fitted.
+        questions: the expected ones, as texts. parent: the cache that `document` is appended to. Raises
+        `PolicyUnsupported`, `InvalidRequest` or `DocumentTooLong`.
         """
         document = self.of_model(document)
         passes: tuple[ProbePass, ...] = ()
@@ -64,7 +65,7 @@ class Preparer:
             judged, rest = document.judged, budget.beside(document.num_protected, document.num_tokens)
             if policy.indexes:  # of all entries, which it keeps
                 judged, rest = document, budget
-            policy = policy.fitted(judged, rest, options.chosen_params)
+            policy = policy.fitted(judged, rest, chosen)
             passes = tuple(policy.probe_passes(judged))
             for probe in passes:
                 end = probe.first_position + len(probe.token_ids)
@@ -78,7 +79,7 @@ class Preparer:
             # Again: what a policy runs is known once it is fitted, and fitting reads files that other refusals spare.
             combination = replace(combination, policy=policy, passes=passes, absorber=absorber)
             require_possible(combination)
-        identity = self._identity(document, combination, encoded, options.expected_questions)
+        identity = self._identity(document, combination, encoded, questions)
         if parent is not None:
             before = parent.cache
             kept_tokens = before.kept_tokens if absorber is None else None

@@ -18,6 +18,7 @@ from kvshelf.engine.forward.calls import Calls, with_layers
 from kvshelf.engine.forward.passes import Passes
 from kvshelf.engine.inputs.job import Job, Level
 from kvshelf.engine.prefill import stateful
+from kvshelf.engine.prefill.appending import continued, resumed
 from kvshelf.engine.prefill.chunked import ChunkedPrefill
 from kvshelf.engine.prefill.reducing import LayerReducer, Scorer, SharedReducer
 from kvshelf.engine.prefill.surprise import Surprise, surprises
@@ -119,9 +120,9 @@ def _finished(level: Level, compression: Compression, encode: Encode) -> Compres
     if level.job.parent is None:
         cache = encode(compression.cache, level.codec)
     elif level.job.absorber is None:
-        cache = level.job.parent.continued(compression.cache, level.identity, level.job.budget.tokens)
+        cache = continued(level.job.parent, compression.cache, level.identity, level.job.budget.tokens)
     else:
-        cache = level.job.parent.resumed(compression.cache, level.identity)
+        cache = resumed(level.job.parent, compression.cache, level.identity)
     cache.events  # noqa: B018 - recorded before the card is given other work
     return replace(compression, cache=cache, compress_s=compression.compress_s + time.perf_counter() - started)
 
