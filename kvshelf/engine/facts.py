@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ModelFacts:
-    """Of one model and its tokenizer, for any thread.
+    """The facts of one model and its tokenizer, for any thread.
 
     text: the tokenizer and its template; None where documents and questions are token ids. max_tokens: the longest
     sequence. kv_bytes_per_token: of all layers, uncompressed. rope: None where there is none that could be read. kinds:
