@@ -91,7 +91,7 @@ class Read:
     @classmethod
     def of(cls, passes: Passes, job: Job, checkpoint: Checkpoint, *, queries: bool) -> Read:
         """queries: whether the queries of the document's tokens are kept, too."""
-        observer = _Observer(checkpoint, queries)
+        observer = _LayerObserver(checkpoint, queries)
         states = read(passes, job, observer)
         before, budget = () if job.parent is None else job.parent.layers, Budget.full(job.num_tokens)
         reducer = LayerReducer(everything(), job.document, budget, passes.kinds, (), None, behind=before)
@@ -125,7 +125,7 @@ class Read:
             yield joined([attended, *map(_in_line, of_probes[layer])]) if of_probes[layer] else attended
 
 
-class _Observer(ForwardContext):
+class _LayerObserver(ForwardContext):
     def __init__(self, checkpoint: Checkpoint, queries: bool) -> None:
         self.attended: dict[int, Attended] = {}
         self.paused_s = 0.0
@@ -146,7 +146,7 @@ def _behind(passes: Passes, document: Attachment, probes: Sequence[ProbePass]) -
     device, past = passes.devices.inputs, passes.attached(document)
     ids = torch.tensor([probe.token_ids for probe in probes], device=device)
     first = torch.tensor([[probe.first_position] for probe in probes], device=device)
-    observer = _Observer(nothing, queries=True)
+    observer = _LayerObserver(nothing, queries=True)
     with past.begun_by(passes.model.base_model):
         _run(passes, past, ids, first, observer)
     return observer.attended
@@ -160,7 +160,7 @@ def _run(passes: Passes, past: AttachedCache, ids: Tensor, first: Tensor, contex
     """A pass over tokens `[rows, T]` from positions `first` `[rows, 1]` on, behind an attached cache, observed by
     `context`, also where the model takes the tokens in several pieces."""
     pieces = past.pieces(ids)
-    observers = [_Observer(nothing, queries=True) for _ in pieces]
+    observers = [_LayerObserver(nothing, queries=True) for _ in pieces]
     for piece, observer in zip(pieces, observers, strict=True):
         positions = first + torch.arange(piece.shape[1], device=ids.device)
         passes.behind(piece, positions, past, context if len(pieces) == 1 else observer)
