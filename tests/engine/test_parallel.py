@@ -416,7 +416,7 @@ def test_a_rank_that_fails_alone_ends_and_is_named(document):
     cache = engine.compress(document.text[:2000], policy="full")
     attached = engine.attach(cache)
     engine.lead.share(attached, engine.facts.kv_heads)
-    engine.lead._dropped.append(attached.number)  # rank 1 forgets it, and rank 0 does not know
+    engine.lead.drop(attached.number)  # rank 1 forgets it, and rank 0 does not know
     began = time.monotonic()
     with pytest.raises(WorkerCrashed, match=r"rank 1 .* ended with code 1"):
         engine.answer(cache, "what?")

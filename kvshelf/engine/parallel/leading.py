@@ -203,10 +203,13 @@ class LeadingRank(SharedModel):
         """Have the other ranks forget an answer, before the next operation. Any thread may call it."""
         self._left.append(answer)
 
-    def _forget(self, document: int) -> None:
+    def drop(self, document: int) -> None:
         """Have the other ranks forget a document, before the next operation. Any thread may call it."""
-        self._shared.discard(document)
         self._dropped.append(document)
+
+    def _forget(self, document: int) -> None:
+        self._shared.discard(document)
+        self.drop(document)
 
     # Messages
 
