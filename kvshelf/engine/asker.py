@@ -1,4 +1,4 @@
-"""Asking the documents of one model: what an answer reads, how its tokens are chosen, and batches of answers."""
+"""Answers from the documents of one model: which entries they read, how their tokens are chosen, and their batches."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from kvshelf.model.rope import Rope
 if TYPE_CHECKING:
     from kvshelf.engine.decode.guide import Guide
 
-Asked = CompressedCache | Sequence[CompressedCache]
+Caches = CompressedCache | Sequence[CompressedCache]
 """The cache of the document that a question is about, or those of several: see `Engine.joined`."""
 
 _LEAST_RATED = 2
@@ -59,10 +59,10 @@ _LEAST_RATED = 2
 
 
 class Asker:
-    """Begins answers of one model. Thread-safe, but for `answers`.
+    """Begins answers of one model. Thread-safe, but for `answer`, `answers` and `read`.
 
-    equivalents: counts what answers cost. lacks: what another engine does not have, by what a question has, and the
-    field to leave out; answers_from: what it can do.
+    equivalents: counts what answers cost. lacks: for a feature of a question that another engine does not have, its
+    description and the field to leave out. answers_from: where that engine's answers come from, for the message.
     """
 
     answers_from: ClassVar[str] = ""
@@ -79,20 +79,20 @@ class Asker:
         self.equivalents = Equivalents.of(facts.model, facts.kv_bytes_per_token, facts.kinds, shared=shared)
 
     def require_asked(self, query: Asking, caches: int) -> None:
-        """Raises `PolicyUnsupported`, before any work, for a question of so many caches that no answer of this kind can
-        have."""
+        """Raises `PolicyUnsupported`, before any work, for a question about so many caches that this engine cannot
+        answer."""
         route = query.route if isinstance(query, JointQuery) else None
         several = caches != 1 and route is None
         self._require(route=route != "nearest" and route, several=several, part=query.select, suffix=query.suffix)
         self._require_scope(query.suffix, 1 if route == "nearest" else caches)
 
-    def _require(self, **had: object) -> None:
-        """Raises `PolicyUnsupported` for the first of what a question has that this engine lacks."""
-        for what, param in (self.lacks[name] for name, value in had.items() if value and name in self.lacks):
+    def _require(self, **features: object) -> None:
+        """Raises `PolicyUnsupported` for the first feature of a question that this engine lacks."""
+        for feature, param in (self.lacks[name] for name, value in features.items() if value and name in self.lacks):
             instead = "ask one" if param == "cache_ids" else f"leave {param} out"
             raise PolicyUnsupported(
-                f"{self.answers_from}: it does not have {what.format(had.get('route'))}; {instead}, or ask a service "
-                "with kvshelf's own engine",
+                f"{self.answers_from}: it does not have {feature.format(features.get('route'))}; {instead}, or ask a "
+                "service with kvshelf's own engine",
                 param=param,
             )
 
@@ -106,7 +106,7 @@ class Asker:
 
     @cached_property
     def _slots(self) -> Slots | None:
-        """Of all batches: what is recorded has a bound of memory for the model."""
+        """Shared by all batches: recorded graphs have a bound of memory for the model."""
         return Slots.of(self._passes)
 
     def start(
@@ -122,10 +122,9 @@ class Asker:
     ) -> Generation:
         """Begin an answer to the token ids `query`. It runs when a batch steps it, not before.
 
-        The answer ends early, with finish reason "length", where the model's longest sequence is reached. selection:
-        as `selection` has made it for this document and this one answer. passages: whether the answer says which tokens
-        of the documents it read. reducer: as `reducer` has made it for this one answer. likelihood: whether the answer
-        says how likely the question is.
+        The answer ends early, with finish reason "length", where the model's longest sequence is reached. selection,
+        reducer: made by `selection` and `reducer` for this document and this one answer. passages: whether the answer
+        says which tokens of the documents it read. likelihood: whether the answer says how likely the question is.
         """
         self._require(several=len(document.parts) > 1, passages=passages, likelihood=likelihood)
         facts = self._facts
@@ -156,7 +155,7 @@ class Asker:
 
     @cached_property
     def guide(self) -> Guide:
-        """What holds answers to grammars. Raises `InvalidRequest` without a tokenizer."""
+        """Constrains answers to grammars. Raises `InvalidRequest` without a tokenizer."""
         from kvshelf.engine.decode.guide import Guide  # llguidance, which most answers do without
 
         text = self._facts.text
@@ -165,13 +164,13 @@ class Asker:
         return Guide(text.decoder(), self._facts.end_ids(), text.longest_token)
 
     def reducer(self, suffix: SuffixOptions, question_tokens: int, document: Attached | None = None) -> SuffixReducer:
-        """What bounds the keys and values of one question and its answer, by the suffix policy of this name.
+        """Bounds the keys and values of one question and its answer by a suffix policy.
 
-        Its budget: entries of a KV head, those of the question included (default: 512 beside these). question_tokens:
-        of this question. document: under scope "cache", whose entries count, too (default: as many as it has); waits
-        until its layers have arrived. Raises `InvalidRequest` for an unknown policy or parameter and a budget below
-        what is always kept, `PolicyUnsupported` for a model with windows, chunks or latents, or in several processes,
-        and for a scope that policy, model or document cannot have.
+        suffix: its budget is of entries of a KV head, those of the question included (default: 512 beside these); under
+        scope "cache" the entries of the document count, too (default: as many as it has). document: under scope
+        "cache"; waits until its layers have arrived. Raises `InvalidRequest` for an unknown policy or parameter and a
+        budget below what is always kept, `PolicyUnsupported` for a model with windows, chunks or latents, or in several
+        processes, and for a scope that policy, model or document cannot have.
         """
         self._require(suffix=suffix)
         policy = build_suffix_policy(suffix.policy, suffix.params or {})
@@ -200,7 +199,8 @@ class Asker:
         return SuffixReducer(policy, question_tokens, suffix.budget, attending, tail, gates)
 
     def _gates(self, policy: SuffixPolicy) -> tuple[OpenGates, Rope]:
-        """What a suffix policy reads of new tokens. Looked for anew each time, as for a policy."""
+        """The gates by which a suffix policy scores new tokens, and the model's RoPE. The file is looked for each time,
+        as for a policy."""
         facts = self._facts
         if facts.rope is None:
             raise PolicyUnsupported(
@@ -217,13 +217,13 @@ class Asker:
     def selection(
         self, document: Attached, select: Select | None, question_tokens: int, suffix: SuffixOptions | None = None
     ) -> Selection | None:
-        """What one answer will read of a document, by the selector of this name; None: all, because nothing is asked
-        for or the budget has room for all. Waits for layers that are arriving.
+        """The entries that one answer will read of a document, by a selector; None: all, because `select` is None or
+        the budget has room for all. Waits for layers that are arriving.
 
         The question's tokens read all entries, and those of the answer at most `select.tokens` of a KV head, over all
-        documents together (default: the selector's). question_tokens: of this question. suffix: of this answer. Raises
-        `InvalidRequest` for an unknown selector or parameter and a budget below what is always read,
-        `PolicyUnsupported` for a model or cache that cannot be read in part, and beside a suffix of scope "cache".
+        documents together (default: the selector's). suffix: of this answer. Raises `InvalidRequest` for an unknown
+        selector or parameter and a budget below what is always read, `PolicyUnsupported` for a model or cache that
+        cannot be read in part, and beside a suffix of scope "cache".
         """
         if select is None:
             return None
@@ -260,7 +260,7 @@ class Asker:
         return SentenceSelection(selector, document, budget, kinds, self._encoder.require_text("select.method"))
 
     def _by_policy(
-        self, policy: Policy, document: Attached, budget: int, given: frozenset[str]
+        self, policy: Policy, document: Attached, budget: int, chosen: frozenset[str]
     ) -> PolicySelection | None:
         facts = self._facts
         entries = stored_entries(document, facts.kinds)
@@ -268,21 +268,18 @@ class Asker:
             return None
         view = self._preparer.of_model(self._encoder.stored_view(document.identity, entries))
         view = self._preparer.calibrated(view, policy)
-        fitted = policy.fitted(view, Budget.resolve(entries, compression_ratio=None, budget_tokens=budget), given)
+        fitted = policy.fitted(view, Budget.resolve(entries, compression_ratio=None, budget_tokens=budget), chosen)
         return PolicySelection(fitted, document, budget, facts.kinds, view)
 
     def nearest(self, params: Sequence[Mapping[str, Any]], prompt: Prompt) -> int:
-        """Which of several caches of episodes a question is about, by its words: the model does not run.
-
-        params: the policy parameters of each cache. Raises `InvalidRequest` for one cache alone, and for one that is of
-        no episode.
-        """
+        """The number of the cache of an episode that a question is about, by its words: the model does not run. params:
+        the policy parameters of each cache. Raises as `nearest_episode`."""
         return nearest_episode(params, self._encoder.words(prompt))
 
-    def answer(self, cache: Asked, prompt: Prompt, route: Route | None, options: AnswerOptions) -> Answer:
-        """See `Engine.answer`. route: only the one or two of several documents answer that the question is about,
-        "likelihood" and "attention" as of `Narrowing`; "nearest": the one of caches of episodes. The share of the
-        others among the `sources` is 0."""
+    def answer(self, cache: Caches, prompt: Prompt, route: Route | None, options: AnswerOptions) -> Answer:
+        """See `Engine.answer`. route: only one or two of several documents answer, chosen by "likelihood" or
+        "attention" as of `Narrowing`; "nearest": one of the caches of episodes. The share of the others among the
+        `sources` is 0."""
         if route is None:
             return self.answers([(cache, prompt)], options)[0]
         caches = [cache] if isinstance(cache, CompressedCache) else cache
@@ -305,8 +302,8 @@ class Asker:
         return replace(answer, sources=sources, usage=answer.usage if usage is None else usage(answer.usage))
 
     def narrowing(self, route: Route, documents: Sequence[Attachment], query: Sequence[int]) -> Narrowing:
-        """Which of these documents answer a question, by "likelihood" or "attention". query: its token ids. Raises
-        `InvalidRequest` for another route, one document and one token, and as `Attachments.joined` does."""
+        """Chooses those of these documents that answer a question, by "likelihood" or "attention". query: its token
+        ids. Raises `InvalidRequest` for another route, one document and one token, and as `Attachments.joined`."""
         self._require(routes=route)
         if route not in get_args(Route):
             raise InvalidRequest(f"route is {route!r}; it must be one of {', '.join(get_args(Route))}", param="route")
@@ -319,15 +316,15 @@ class Asker:
         return Narrowing(route, len(documents))
 
     def read(self, documents: Sequence[Attachment], places: Sequence[int], query: Sequence[int]) -> Answer:
-        """A reading of a `Narrowing`, over some of its documents; they must have arrived. Not thread-safe."""
+        """The answer of one token that a `Narrowing` needs, over some of its documents, which must have arrived."""
         document = self._attachments.joined([documents[place] for place in places])
         (answer,) = self._stepped([self.start(document, query, Sampling(max_tokens=1), likelihood=len(places) == 1)])
         return answer
 
-    def answers(self, asked: Sequence[tuple[Asked, Prompt]], options: AnswerOptions) -> list[Answer]:
-        """See `Engine.answer_all`. In the order of `asked`."""
+    def answers(self, questions: Sequence[tuple[Caches, Prompt]], options: AnswerOptions) -> list[Answer]:
+        """See `Engine.answer_all`."""
         rows = []
-        for cache, prompt in asked:
+        for cache, prompt in questions:
             caches = [cache] if isinstance(cache, CompressedCache) else cache
             document = self._attachments.joined([self._attachments.of(part) for part in caches])
             query = self._encoder.behind(document.identity, prompt)
@@ -337,7 +334,7 @@ class Asker:
         return self._stepped(rows)
 
     def _stepped(self, rows: Sequence[Generation]) -> list[Answer]:
-        """The answers, once all are finished. Raises the first error."""
+        """The answers, once all rows are finished. Raises the first error."""
         batch = self.batch()
         with kvshelf_attention(self._facts.model):  # otherwise each step would select and restore it
             while open_ones := [row for row in rows if not row.finished]:
@@ -348,7 +345,7 @@ class Asker:
 
 
 def _require_tail_of(document: Attached, tail: DocumentTail, selection: Selection | None, *, passages: bool) -> None:
-    """Raises `InvalidRequest` where a tail is not of this document, or something else says what is read of it."""
+    """Raises `InvalidRequest` where a tail is not of this document, or the answer has a selection or passages, too."""
     if tail.document is not document:
         raise InvalidRequest(
             "the reducer was made for another document; make one for each answer", param="suffix.scope"

@@ -1,4 +1,4 @@
-"""Caches as the layers of one model read them: attached, several together, and as transformers' own."""
+"""Caches as the layers of one model read them: attached, joined for one question, or exported to transformers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Attachments:
-    """The attached caches of one model: each is attached once, for as long as somebody uses it. Thread-safe, but for
+    """The attached caches of one model. Each is attached once, as long as somebody refers to it. Thread-safe, but for
     `passing`."""
 
     def __init__(self, passes: Passes, coders: Coders) -> None:
@@ -39,7 +39,7 @@ class Attachments:
         self._facts = passes.facts
         self._coders = coders
         self.readable = LinkedIdentity(**asdict(passes.facts.identity))
-        """Whose caches are read: the model's own, and those of linked models."""
+        """The identities of the model and of linked models, whose caches are read."""
         self._of_caches: WeakKeyDictionary[CompressedCache | ArrivingCache, Attachment] = WeakKeyDictionary()
         self._joined: WeakValueDictionary[tuple[int, ...], JointAttachment] = WeakValueDictionary()
 
@@ -50,28 +50,28 @@ class Attachments:
 
     def require_readable(self, cache: CompressedCache | ArrivingCache | PartialCache) -> None:
         """As `require_own`, but a cache of a linked model is no other's."""
-        self.readable.require_match(made := cache.identity.model)
+        self.readable.require_match(cache.identity.model)
         cache.shape.require_bounds(self._facts.identity)
-        cache.shape.require_layers(made_by(made, self._facts.identity, self._passes.layer_shapes))
+        cache.shape.require_layers(made_by(cache.identity.model, self._facts.identity, self._passes.layer_shapes))
 
     def of(self, cache: CompressedCache | ArrivingCache) -> Attachment:
         """`cache` as the model's layers read it. Any number of questions may share it, also concurrently. A coded
-        `CompressedCache` stays in memory beside what is made of it for as long as its caller has it; an `ArrivingCache`
-        does not. Raises as `require_readable` and `Coders.decoder_of` do."""
-        found = self._of_caches.get(cache)
-        if found is None or found.failed:
+        `CompressedCache` stays in memory beside its plain rows as long as its caller refers to it; an `ArrivingCache`
+        does not. Raises as `require_readable` and `Coders.decoder_of`."""
+        attachment = self._of_caches.get(cache)
+        if attachment is None or attachment.failed:
             self.require_readable(cache)
             coder, ranks = self._coders.decoder_of(cache), self._facts.ranks
             if cache.made_at_steps:
                 coder = self._passes.projection.at_steps
             heads = None if ranks is None else ranks.heads_of(ranks.rank, self._facts.kv_heads)
-            found = Attachment(cache, self._passes.devices.layers, self._facts.rotate, coder, heads=heads)
-            self._of_caches[cache] = found
-        return found
+            attachment = Attachment(cache, self._passes.devices.layers, self._facts.rotate, coder, heads=heads)
+            self._of_caches[cache] = attachment
+        return attachment
 
     def of_part(self, cache: PartialCache) -> PartialAttachment | None:
-        """As `of`, for a cache of which questions read what they select. None unless it has an index and its rows are
-        read in place: on a CPU, by one process, under a codec that is not decoded first. Raises as
+        """As `of`, for a cache of which questions read the rows that they select. None unless it has an index and its
+        rows are read in place: on a CPU, by one process, under a codec that is not decoded first. Raises as
         `require_readable`."""
         devices = self._passes.devices.layers
         in_place = self._facts.ranks is None and all(device.type == "cpu" for device in devices)
@@ -93,8 +93,8 @@ class Attachments:
             return documents[0]
         key = tuple(document.number for document in documents)
         if len(set(key)) < max(1, len(key)):
-            found = "a document is given twice" if key else "no document is given"
-            raise InvalidRequest(f"{found}; give each document of the question once", param="cache_ids")
+            reason = "a document is given twice" if key else "no document is given"
+            raise InvalidRequest(f"{reason}; give each document of the question once", param="cache_ids")
         require_possible(Combination(facts=self._facts, verb="join"))
         boundaries = sorted({document.identity.boundary for document in documents})
         if len(boundaries) > 1:
@@ -131,10 +131,10 @@ class Attachments:
     def exported(self, cache: CompressedCache, positions: Positions) -> DynamicCache:
         """`cache` as a plain transformers `DynamicCache`, batch 1, for code that runs without kvshelf's attention.
 
-        "contiguous": every key is rotated once, in fp32, from its place in the document to its slot 0..K-1. The result
-        is an ordinary prefix of K tokens: positions, masks and `generate()` need nothing else. "absolute": keys as they
-        are stored; only for code that sets position ids itself, the first of them `cache.next_position`. Quantized
-        caches are dequantized.
+        positions: "contiguous" rotates every key once, in fp32, from its place in the document to its slot 0..K-1; the
+        result is an ordinary prefix of K tokens for positions, masks and `generate()`. "absolute" leaves keys as they
+        are stored, for code that sets position ids itself, the first of them `cache.next_position`. Quantized caches
+        are dequantized.
 
         Raises `ModelMismatch`, and `PolicyUnsupported` for a cache that is no such prefix: heads or layers of different
         lengths, merged tokens, and, where keys have to move, a RoPE that cannot be undone.
@@ -142,5 +142,5 @@ class Attachments:
         self.require_readable(cache)
         plain, model = self._coders.decoded(cache).to(self._passes.devices.layers), self._facts.model
         require_possible(Combination(facts=self._facts, verb="export", cache=plain))
-        made = export(plain, positions, rope=self._facts.rope, config=model.config)
-        return made if own_class(model) is None else cache_class(Cache, model)(layers=made.layers)
+        past = export(plain, positions, rope=self._facts.rope, config=model.config)
+        return past if own_class(model) is None else cache_class(Cache, model)(layers=past.layers)

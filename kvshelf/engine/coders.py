@@ -29,38 +29,33 @@ class Coders:
         self._known: dict[str, Coder] = {}
 
     def encoded(self, cache: CompressedCache, codec: str) -> CompressedCache:
-        """`cache` under a codec: `cache.encoded`, which alone cannot do `klt`, because that needs this model's
-        transforms.
-
-        Raises as `CompressedCache.encoded` does, and `PolicyUnsupported` where this model has no transforms.
-        """
+        """`cache` under a codec, also under klt, which needs this model's transforms. Raises as
+        `CompressedCache.encoded`, and `PolicyUnsupported` where this model has no transforms."""
         return cache.encoded(codec, self.own if Codec.parse(codec).name == "klt" else None)
 
     def decoded(self, cache: CompressedCache) -> CompressedCache:
         """A cache under codec klt or lossless, or of residuals, with plain keys and values; any other as it is. Raises
-        as `decoder_of` does."""
+        as `decoder_of`."""
         return cache.decoded(self.decoder_of(cache)) if cache.coded else cache
 
     def decoder_of(self, cache: CompressedCache | ArrivingCache) -> CacheDecoder | None:
-        """What makes the plain rows of a cache under codec klt or of residuals; None for any other. Raises as `of`, and
-        `PolicyUnsupported` for residuals where policy kvdirect is refused, too, and `BlobError` for those of another
+        """Makes the plain rows of a cache under codec klt or of residuals; None for any other. Raises as `of`,
+        `PolicyUnsupported` for residuals where policy kvdirect is refused, and `BlobError` for residuals of another
         width than the model's."""
         if not cache.projected:
             return self.of(cache.identity)
         require_possible(Combination(facts=self._facts, residuals=True))
-        if others := cache.residual_widths - {self._facts.residual_width}:
+        if widths := cache.residual_widths - {self._facts.residual_width}:
             raise BlobError(
-                f"the cache has residuals of {min(others)} numbers; its model makes {self._facts.residual_width}",
+                f"the cache has residuals of {min(widths)} numbers; its model makes {self._facts.residual_width}",
                 reason="wrong_shape",
             )
         return self._passes.projection
 
     def recoded(self, cache: CompressedCache, codec: str) -> CompressedCache:
-        """A cache that nothing was appended to under a codec in place of its own. From `none` and `lossless` it is what
-        a creation under this codec makes, to the bit; from another the errors of both codecs add up.
-
-        Raises as `encoded`, and `InvalidRequest` for a cache that cannot be coded a second time.
-        """
+        """A cache that nothing was appended to, under a codec in place of its own. From `none` and `lossless` it is
+        that of a creation under this codec, to the bit; from another the errors of both codecs add up. Raises as
+        `encoded`, and `InvalidRequest` for a cache that cannot be coded a second time."""
         present = Codec.parse(cache.codec)
         if present.name == "lossless":
             cache = replace(cache.decoded(), codec="none")
@@ -85,7 +80,7 @@ class Coders:
 
     @property
     def has_own(self) -> bool:
-        """Whether `own` can be made."""
+        """Whether `own` raises nothing."""
         try:
             return bool(self.own)
         except PolicyUnsupported:
@@ -110,7 +105,6 @@ class Coders:
         return self._known[digest]
 
     def knows(self, digest: str) -> bool:
-        """Whether `with_transforms` finds these transforms."""
         try:
             return bool(self.with_transforms(digest))
         except ModelMismatch:
@@ -119,9 +113,9 @@ class Coders:
     def learn(self, transforms: bytes) -> None:
         """Take a file of transforms, so that caches under them can be read. Raises `InvalidRequest` and
         `ModelMismatch`."""
-        found = Transforms.from_bytes(transforms)
-        found.require_of(self._facts.identity, self._passes.layer_shapes)
-        self._learned(found)
+        learned = Transforms.from_bytes(transforms)
+        learned.require_of(self._facts.identity, self._passes.layer_shapes)
+        self._learned(learned)
 
     def _learned(self, transforms: Transforms) -> Coder:
         rope = rope_to_undo(self._facts)

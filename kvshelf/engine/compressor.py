@@ -1,4 +1,4 @@
-"""Compressing documents by one model: their jobs, the prefills of these, and the quality of what they make."""
+"""Compressing documents by one model: their jobs, the prefills of these, and the quality of the caches."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ from kvshelf.model.text import EncodedDocument
 
 
 class Compressor:
-    """Prepares and compresses the documents of one model. What prepares is thread-safe: the model does not run."""
+    """Prepares and compresses the documents of one model. The methods that prepare are thread-safe: the model does not
+    run."""
 
     def __init__(
         self,
@@ -58,13 +59,10 @@ class Compressor:
     # Preparing
 
     def prepare(
-        self,
-        document: Document | EncodedDocument,
-        options: CompressOptions,
-        **encoding: Unpack[EncodingFields],
+        self, document: Document | EncodedDocument, options: CompressOptions, **encoding: Unpack[EncodingFields]
     ) -> Job:
         """See `Engine.prepare`."""
-        policy = options.built(options.default_policy)
+        policy = options.built()
         encoded = document
         if not isinstance(encoded, EncodedDocument):
             encoded = self._encoder.document(
@@ -74,33 +72,26 @@ class Compressor:
                 protect=encoding.get("protect", ()),
             )
         view = self._encoder.view(encoded, options.expected_questions)
-        return self._preparer.job(
-            view,
-            policy,
-            options.budget(policy, self._preparer.of_model(view)),
-            encoded=encoded,
-            given=options.chosen_params,
-            questions=options.expected_questions,
-        )
+        budget = options.budget(policy, self._preparer.of_model(view))
+        chosen, questions = options.chosen_params, options.expected_questions
+        return self._preparer.job(view, policy, budget, encoded=encoded, chosen=chosen, questions=questions)
 
     def prepare_append(
-        self,
-        cache: CompressedCache,
-        more: Document | EncodedDocument,
-        options: CompressOptions,
-        protect: Rules = (),
+        self, cache: CompressedCache, more: Document | EncodedDocument, options: CompressOptions, protect: Rules = ()
     ) -> Job:
-        """Check and tokenize what is to be appended to a cache; no work of the model.
+        """Check and tokenize a document that is to be appended to a cache; no work of the model.
 
         The appended tokens are read behind the cache as it is stored and reduced by themselves: budget and ratio are of
-        them alone. By default the policy and the ratio are those of the cache; parameters that are not given are the
-        policy's defaults. protect: rules of what is appended.
+        them alone. By default the policy and the ratio are those of the cache; parameters that are left out are the
+        policy's defaults. protect: rules of the appended document.
 
-        With parameter prefill "chunked" the cache's policy goes on instead (`ChunkedPolicy.resumes`): what the cache
-        keeps competes with the tokens, budget and ratio are of all, and parameters that are not given are the cache's.
+        With parameter prefill "chunked" the cache's policy goes on instead (`ChunkedPolicy.resumes`): the entries of
+        the cache compete with the tokens, budget and ratio are of all, and parameters that are left out are the
+        cache's.
 
-        So this differs from compressing the whole text anew: what the parent's policy removed, these tokens never saw;
-        outside chunks no policy compares them with earlier ones; and a text is tokenized apart from what it follows.
+        So this differs from compressing the whole text anew: the tokens do not see entries that the parent's policy
+        removed; outside chunks no policy compares them with earlier ones; and a text is tokenized apart from the text
+        that it follows.
 
         Raises `InvalidRequest`, `DocumentTooLong`, `DocumentTooShort`, `ModelMismatch`, and `PolicyUnsupported` for a
         policy, of the cache or of this call, that cannot go on.
@@ -108,44 +99,28 @@ class Compressor:
         self._attachments.require_own(cache)
         appends_images = bool(more.images) if isinstance(more, EncodedDocument) else has_images(more)
         require_possible(Combination(facts=self._facts, verb="append", cache=cache, appends_images=appends_images))
-        made = cache.identity
-        encoded = self._encoder.appended(made, more, protect)
-        options = options.behind(made)
-        policy = options.built(made.policy)
+        identity, longest = cache.identity, self._facts.longest(cache.num_tokens)
+        encoded = self._encoder.appended(identity, more, protect)
+        options = options.behind(identity)
+        policy, appended = options.built(identity.policy), len(encoded.token_ids)
         view = replace(self._encoder.view(encoded, options.expected_questions), first_position=cache.num_tokens)
-        self._require_room(cache, len(encoded.token_ids))
-        if not isinstance(more, EncodedDocument):  # a turn that has been answered is kept, though it may be the last
-            self._encoder.require_question(cache.num_tokens, encoded.boundary, encoded.options, len(encoded.token_ids))
-        same = options.policy is None or options.policy == made.policy
-        return self._preparer.job(
-            view,
-            policy,
-            options.budget(
-                policy,
-                self._preparer.of_model(view),
-                made.compression_ratio if same else None,
-                before=cache if policy.resumes(made) else None,
-            ),
-            encoded=encoded,
-            given=options.chosen_params,
-            questions=options.expected_questions,
-            parent=Parent(
-                cache,
-                self._coders.of(made),
-                self._coders.decoder_of(cache),
-                self._passes.devices.layers,
-                self._facts.rotate,
-            ),
-        )
-
-    def _require_room(self, cache: CompressedCache, appended: int) -> None:
-        longest = self._facts.longest(cache.num_tokens)
         if cache.num_tokens + appended > longest:
             raise DocumentTooLong(
                 f"the cache is of {cache.num_tokens} tokens, and {appended} more are beyond the {longest} that "
                 f"{self._facts.name!r} takes behind it; append less, or begin another cache",
                 param="document",
             )
+        if not isinstance(more, EncodedDocument):  # a turn that has been answered is kept, though it may be the last
+            self._encoder.require_question(cache.num_tokens, encoded.boundary, encoded.options, appended)
+        ratio = identity.compression_ratio if options.policy in (None, identity.policy) else None
+        before = cache if policy.resumes(identity) else None
+        budget = options.budget(policy, self._preparer.of_model(view), ratio, before=before)
+        coder, decoder = self._coders.of(identity), self._coders.decoder_of(cache)
+        parent = Parent(cache, coder, decoder, self._passes.devices.layers, self._facts.rotate)
+        chosen, questions = options.chosen_params, options.expected_questions
+        return self._preparer.job(
+            view, policy, budget, encoded=encoded, chosen=chosen, questions=questions, parent=parent
+        )
 
     def episodes(self, document: Document, count: int = 4) -> list[Episode]:
         """The episodes of a conversation, from its messages or from a text, whose paragraphs (or sentences, where there
@@ -153,8 +128,8 @@ class Compressor:
         return episodes_in(document, count, self._encoder.require_text("episodes").encode)
 
     def level(self, job: Job, codec: str = "none") -> Level:
-        """A job with the codec of its cache; what is appended to a cache has the cache's, whatever `codec` says. Raises
-        `InvalidRequest` for an unknown codec and for shares of more than the job keeps, and as `Coders.own` does."""
+        """A job with the codec of its cache; tokens that are appended to a cache have its codec, whatever `codec` is.
+        Raises `InvalidRequest` for an unknown codec and for shares of more than the job keeps, and as `Coders.own`."""
         if job.parent is not None:
             coder = job.parent.coder
             return Level(job, job.parent.cache.codec, None if coder is None else coder.transforms)
@@ -175,11 +150,8 @@ class Compressor:
         checkpoint: Checkpoint | None = None,
         progress: Progress | None = None,
     ) -> Prefill:
-        """Prefill one group of `job.shared`.
-
-        During the prefill the full cache answers up to `cues` cues of the document. Without cues (0, or none that
-        `probe` can make) the result has no reference to measure by.
-        """
+        """Prefill one group of `job.shared`. During the prefill the full cache answers up to `cues` cues of the
+        document; where there are none (0, or `probe` returns None) the result has no reference to measure by."""
         return run_prefill(
             self._passes,
             group,
@@ -206,27 +178,27 @@ class Compressor:
         codec, except for last bits where a device sums longer calls in another order. All levels of a prefill are in
         memory at once. Encoding counts as compression time. `progress` is told of each layer and each measured level.
         """
-        done: dict[int, Compression] = {}
+        compressions: dict[int, Compression] = {}
         for group in shared(levels):
             num_cues = min(cues, 1) if all(level.loses_nothing for level in group) else cues
-            made = self.prefill(group, cues=num_cues, checkpoint=checkpoint, progress=progress)
-            for number, (level, compression) in enumerate(zip(group, made.compressions, strict=True)):
-                if made.reference is not None:
+            prefill = self.prefill(group, cues=num_cues, checkpoint=checkpoint, progress=progress)
+            for number, (level, compression) in enumerate(zip(group, prefill.compressions, strict=True)):
+                if prefill.reference is not None:
                     (progress or nothing)("quality", number, len(group))
-                    quality = self.measure(compression.cache, made.reference)
+                    quality = self.measure(compression.cache, prefill.reference)
                     if level.loses_nothing:
                         quality = exact(level.job.num_tokens, quality.probe_s)
                     compression = replace(compression, quality=quality)
                     (progress or nothing)("quality", number + 1, len(group))
                     (checkpoint or nothing)()
-                done[id(level)] = compression
-        return [done[id(level)] for level in levels]
+                compressions[id(level)] = compression
+        return [compressions[id(level)] for level in levels]
 
     def scores(self, job: Job, *, checkpoint: Checkpoint | None = None) -> list[Tensor]:
-        """How much the job's policy wants each entry, for each layer: `[kv_heads, N]` fp32, higher is kept. The budget
-        changes none of them.
+        """The scores of the job's policy in each layer, `[kv_heads, N]` fp32; entries with higher scores are kept. They
+        do not depend on the budget.
 
-        For what is built on scores: another way to share a budget, or gates trained to foretell them. Raises
+        For methods built on scores: another way to share a budget, or gates trained to foretell them. Raises
         `InvalidRequest` for a policy without scores, and for one that reads the document chunk by chunk.
         """
         self._require_scores(job)
@@ -242,8 +214,8 @@ class Compressor:
         """The probe that measures the quality of a document's caches; None if `cues` is 0 or it is impossible.
 
         No probe is possible for a document too short to ask about; for a document read chunk by chunk, because there is
-        never a full cache to compare with; without room for a cue behind the document; and under a RoPE that changes
-        with the length, or may do so for all that is known, so that later tokens would change earlier keys.
+        never a full cache to compare with; without room for a cue behind the document; and under a RoPE that changes,
+        or may change, with the length, so that later tokens would change earlier keys.
         """
         if not cues or job.absorber is not None or self._facts.one_by_one:
             return None
@@ -255,9 +227,9 @@ class Compressor:
     def reference(
         self, job: Job, full: CompressedCache, checkpoint: Checkpoint = nothing, *, cues: int = CUES
     ) -> Reference | None:
-        """What a full cache of the job's document, made earlier, answers to the document's cues; None where `probe`
-        makes none. A prefill that is yet to run makes its own, which is cheaper. `checkpoint` is called between parts
-        of the cues."""
+        """The answers of a full cache of the job's document, made earlier, to the document's cues; None where `probe`
+        returns None. A prefill that is yet to run makes its own, which is cheaper. checkpoint: called between parts of
+        the cues."""
         probe = self.probe(job, cues)
         if probe is None:
             return None
@@ -282,18 +254,13 @@ class Compressor:
         return replace(reference, probe_s=time.perf_counter() - started)
 
     def measure(
-        self,
-        cache: CompressedCache,
-        reference: Reference,
-        floor: float | None = None,
-        checkpoint: Checkpoint = nothing,
+        self, cache: CompressedCache, reference: Reference, floor: float | None = None, checkpoint: Checkpoint = nothing
     ) -> Quality:
         """How close `cache` is to the full cache of its document; `reference` is from the prefill of that document.
 
-        floor: the `low` that is wanted. Asking ends early where a share as high as that is out of reach: where even
-        `high` is below it. It does not where `low` is above it: a bound that is looked at after each batch is none.
-        `checkpoint` is called after each batch.
-        Raises `InvalidRequest` for a cache of another document, `ModelMismatch` for one of another model, and
+        floor: the least `low` that the caller accepts. Asking ends early where even `high` is below it. It does not end
+        where `low` is above it: a bound that is looked at after each batch is none. checkpoint: called after each
+        batch. Raises `InvalidRequest` for a cache of another document, `ModelMismatch` for one of another model, and
         `PolicyUnsupported` where the model's logits are not numbers: no policy would help.
         """
         if cache.identity.document != reference.document:

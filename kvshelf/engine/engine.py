@@ -16,7 +16,7 @@ from kvshelf.api.queries import Route
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.artifact.identity import Layout
 from kvshelf.artifact.opened.arriving import ArrivingCache
-from kvshelf.engine.asker import Asked, Asker
+from kvshelf.engine.asker import Asker, Caches
 from kvshelf.engine.attachments import Attachments
 from kvshelf.engine.attention.attached import AttachedCache
 from kvshelf.engine.attention.attachment import Attached, Attachment
@@ -51,11 +51,11 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """A causal language model of transformers, its tokenizer, and what kvshelf does with them.
+    """A causal language model of transformers and its tokenizer: compresses documents and answers questions.
 
-    The verbs of every day are here; the objects that do them, and all else, stand beside: `encoder`, `compressor`,
-    `coders` of codec klt, `attachments`, `asker`, `turns` of conversations and `searcher`. Each is made of the model's
-    `facts` and `passes`.
+    The everyday methods are here; the objects that do the work are attributes: `encoder`, `compressor`, `coders` of
+    codec klt, `attachments`, `asker`, `turns` of conversations and `searcher`. Each is made of the model's `facts` and
+    `passes`.
 
     One thread owns the model; only `prepare`, `prepare_append`, `encode_document`, `encode_query`, `attach`, `joined`,
     `select`, `bound` and `start` are thread-safe. The model keeps its own attention function; a call selects kvshelf's
@@ -65,7 +65,7 @@ class Engine:
     _coders: ClassVar = Coders
     _compressor: ClassVar = Compressor
     _asker: ClassVar = Asker
-    """What does the work: others where several processes share the model (`engine.parallel`)."""
+    """The classes of these objects: others where several processes share the model (`engine.parallel`)."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Engine:
         self.asker = self._asker(passes, *fitting, self.attachments)
         self.turns = Turns(facts, self.encoder, self.compressor)
         self.driver = threading.Lock()
-        """Held by what runs the model for others: two threads in one model corrupt its memory."""
+        """Locked by a thread that runs the model for others: two threads in one model corrupt its memory."""
 
     @classmethod
     def load(
@@ -139,8 +139,8 @@ class Engine:
     ) -> CompressedCache:
         """Prefill `document` and reduce its KV cache. The arguments are those of `prepare`."""
         options = CompressOptions(policy, compression_ratio, budget_tokens, policy_params, expected_questions)
-        told: EncodingFields = {"layout": layout, "chat_template_kwargs": chat_template_kwargs, "protect": protect}
-        return self.run(self.compressor.prepare(document, options, **told)).cache
+        encoding: EncodingFields = {"layout": layout, "chat_template_kwargs": chat_template_kwargs, "protect": protect}
+        return self.run(self.compressor.prepare(document, options, **encoding)).cache
 
     def encode_document(
         self,
@@ -176,8 +176,8 @@ class Engine:
         `protect` (what every policy keeps and no codec rounds) is that of `encode_document`, as blocks of text are.
         Raises `InvalidRequest`, `DocumentTooLong`, `DocumentTooShort` or `PolicyUnsupported`.
         """
-        told: EncodingFields = {"layout": layout, "chat_template_kwargs": chat_template_kwargs, "protect": protect}
-        return self.compressor.prepare(document, CompressOptions(**options), **told)
+        encoding: EncodingFields = {"layout": layout, "chat_template_kwargs": chat_template_kwargs, "protect": protect}
+        return self.compressor.prepare(document, CompressOptions(**options), **encoding)
 
     def episodes(
         self, document: Document, count: int = 4, *, prefill: str = "chunked", **options: Any
@@ -268,18 +268,18 @@ class Engine:
         return self.encoder.behind(cache.identity, prompt)
 
     def prompt(self, cache: CompressedCache, prompt: Prompt, document: Document | None = None) -> BuiltPrompt:
-        """The prompt that a question really builds, token by token, without an answer to it. document: that of the
-        cache, which has no text; without it its tokens are counted alone. Raises `StateConflict` for another
-        document, `InvalidRequest` without a tokenizer, and as `encode_query`."""
-        form, made, whole = self.encoder.require_text("prompt"), cache.identity, None
+        """The prompt of a question, token by token, without an answer to it. document: that of the cache, which has no
+        text; without it its tokens are only counted. Raises `StateConflict` for another document, `InvalidRequest`
+        without a tokenizer, and as `encode_query`."""
+        form, identity, encoded = self.encoder.require_text("prompt"), cache.identity, None
         if document is not None:
-            whole = self.encoder.document(document, made.layout, made.date, made.variables)
-            if self.prepare(whole, policy="full").identity.document != made.document:
+            encoded = self.encoder.document(document, identity.layout, identity.date, identity.variables)
+            if self.prepare(encoded, policy="full").identity.document != identity.document:
                 raise StateConflict("this is another document than that of the cache; give its text as it was")
-        said = (
+        texts = (
             [prompt] if isinstance(prompt, str) else [turn["content"] for turn in prompt if isinstance(turn, Mapping)]
         )
-        return built_prompt(form, made, whole, self.encoder.behind(made, prompt), said)
+        return built_prompt(form, identity, encoded, self.encoder.behind(identity, prompt), texts)
 
     @property
     def equivalents(self) -> Equivalents:
@@ -311,7 +311,7 @@ class Engine:
     def bound(
         self, policy: str, *, question_tokens: int, document: Attached | None = None, **fields: Unpack[BoundFields]
     ) -> SuffixReducer:
-        """What bounds the keys and values of one question and its answer: see `Asker.reducer`. Thread-safe."""
+        """Bounds the keys and values of one question and its answer: see `Asker.reducer`. Thread-safe."""
         suffix: dict[str, Any] = {"policy": policy, "scope": "suffix" if document is None else "cache", **fields}
         return self.asker.reducer(SuffixOptions.model_construct(**suffix), question_tokens, document)
 
@@ -324,12 +324,12 @@ class Engine:
         tokens: int | None = None,
         params: Mapping[str, Any] | None = None,
     ) -> Selection | None:
-        """What one answer reads of a document; None: all. See `Asker.selection`. Thread-safe."""
+        """The entries that one answer reads of a document; None: all. See `Asker.selection`. Thread-safe."""
         select = Select.model_construct(method=method, tokens=tokens, params=dict(params or {}))
         return self.asker.selection(document, select, question_tokens)
 
     def answer(
-        self, cache: Asked, prompt: Prompt, *, route: Route | None = None, **options: Unpack[AnswerFields]
+        self, cache: Caches, prompt: Prompt, *, route: Route | None = None, **options: Unpack[AnswerFields]
     ) -> Answer:
         """Ask one document, or several together (a list of caches, see `joined`), and wait.
 
@@ -341,7 +341,7 @@ class Engine:
         logarithm of each token's probability. route: which of several answer, as of `Asker.answer`."""
         return self.asker.answer(cache, prompt, route, AnswerOptions.of(**options))
 
-    def answer_all(self, asked: Sequence[tuple[Asked, Prompt]], **options: Unpack[AnswerFields]) -> list[Answer]:
+    def answer_all(self, asked: Sequence[tuple[Caches, Prompt]], **options: Unpack[AnswerFields]) -> list[Answer]:
         """Answer every prompt from its cache, with one forward pass per token for all. In the order of `asked`.
 
         The options are those of `answer`. Keys and values of all questions and answers are in memory at once, 1 to 2

@@ -1,13 +1,9 @@
-"""Episodes of a long conversation: what is about one thing, found by clustering, and the router that sends a question
-to the nearest (EpiCache, Kim et al., 2025, arXiv 2509.17396, section 3.2).
+"""Episodes of a long conversation, the clusters of its windows, and the router that sends a question to the nearest
+(EpiCache, Kim et al., 2025, arXiv 2509.17396, section 3.2).
 
-A conversation is cut into windows of four utterances. Windows become vectors, k-means makes clusters of them, and the
-windows nearest a cluster's centroid, in time order, are the text of an episode. Policy `epicache` keeps what this text
-attends to.
-
-Departure: no embedding model is loaded. A window is its distinct tokens, each weighed by how few windows have it
-(inverse document frequency), at length 1. It finds shared words, and no paraphrases. docs/internals/answers.md has the
-measurement that rejected the mean of the model's input embeddings, and that of its last hidden states.
+Departure: no embedding model is loaded. A window is the vector of its distinct tokens, weighed by inverse document
+frequency, at length 1. It finds shared words, and no paraphrases. docs/internals/answers.md has the measurement that
+rejected means of input embeddings and of last hidden states.
 """
 
 from __future__ import annotations
@@ -63,7 +59,7 @@ def episodes_in(document: Document, count: int, encode: Callable[[str], Sequence
             f"episodes.count is {count!r}; it must be from 1 to {MAX_EPISODES}", param="episodes.count"
         )
     windows = windows_of(_utterances(document, count))
-    return _found(windows, [encode(window) for window in windows], count)
+    return _episodes(windows, [encode(window) for window in windows], count)
 
 
 def windows_of(utterances: Sequence[str]) -> list[str]:
@@ -72,24 +68,24 @@ def windows_of(utterances: Sequence[str]) -> list[str]:
 
 
 def nearest_episode(params: Sequence[Mapping[str, Any]], token_ids: Sequence[int]) -> int:
-    """See `Asker.nearest`: the number of the centroid that has the largest dot product with the question's tokens,
-    each counted once; of equal ones the first."""
+    """The number of the centroid that has the largest dot product with the question's tokens, each counted once; of
+    equal ones the first. params: the policy parameters of each cache. Raises `InvalidRequest` for one cache alone, and
+    for a cache that is of no episode."""
     require_several(len(params))
-    for place, each in enumerate(params):
-        if not each.get("centroid"):
+    for place, of_cache in enumerate(params):
+        if not of_cache.get("centroid"):
             raise InvalidRequest(
                 f"cache_ids[{place}] has no centroid: it was not made with `episodes`; leave route out to ask all "
                 "together",
                 param=f"cache_ids[{place}]",
             )
-    asked = sorted(set(token_ids))
-    centroids = [unpacked(each["centroid"]) for each in params]
-    scores = [sum(weights.get(token, 0.0) for token in asked) for weights in centroids]
+    distinct = sorted(set(token_ids))
+    centroids = [unpacked(of_cache["centroid"]) for of_cache in params]
+    scores = [sum(weights.get(token, 0.0) for token in distinct) for weights in centroids]
     return scores.index(max(scores))
 
 
 def require_several(documents: int) -> None:
-    """Refuse a route among fewer than two documents."""
     if documents < 2:
         raise InvalidRequest("route chooses among several caches, and one was given; leave route out", param="route")
 
@@ -109,9 +105,9 @@ def _utterances(document: Document, count: int) -> list[str]:
     return [part.strip() for part in _SENTENCE.split(document) if part.strip()]
 
 
-def _found(windows: Sequence[str], tokens: Sequence[Sequence[int]], count: int) -> list[Episode]:
+def _episodes(windows: Sequence[str], tokens: Sequence[Sequence[int]], count: int) -> list[Episode]:
     """`count` episodes, ordered by their first windows. tokens: the ids of each window."""
-    distinct = len({tuple(sorted(set(each))) for each in tokens})
+    distinct = len({tuple(sorted(set(ids))) for ids in tokens})
     if distinct < count:
         raise InvalidRequest(
             f"episodes.count is {count}, and the document has {distinct} different windows of {UTTERANCES} utterances; "
@@ -128,12 +124,12 @@ def _found(windows: Sequence[str], tokens: Sequence[Sequence[int]], count: int) 
 def _shares(tokens: Sequence[Sequence[int]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Vectors]:
     """The distinct tokens of each window, one window after the other: their ids, the numbers of their windows, and
     their weights, of length 1 in each window. A window of nothing but common tokens weighs them alike."""
-    own = [np.unique(np.asarray(each, np.int64)) for each in tokens]
-    ids, number = np.concatenate(own), np.repeat(np.arange(len(own)), [len(each) for each in own])
+    distinct = [np.unique(np.asarray(window, np.int64)) for window in tokens]
+    ids, number = np.concatenate(distinct), np.repeat(np.arange(len(distinct)), list(map(len, distinct)))
     _, place, frequency = np.unique(ids, return_inverse=True, return_counts=True)
-    weights = np.log(len(own) / frequency)[place]
+    weights = np.log(len(distinct) / frequency)[place]
     weights += 1e-6  # of a token that all windows have
-    norms = np.sqrt(np.bincount(number, weights**2, len(own)))
+    norms = np.sqrt(np.bincount(number, weights**2, len(distinct)))
     return ids, number, weights / norms[number]
 
 
@@ -187,13 +183,13 @@ def kmeans(points: Vectors, count: int) -> Clusters:
     points: `[n, channels]`, at least `count`. No cluster is empty.
     """
     rng = np.random.default_rng(_SEED)
-    tried = [_lloyd(points, _plus_plus(points, count, rng)) for _ in range(_STARTS)]
-    centroids, labels, _ = min(tried, key=lambda found: found[2])  # of equal ones the first
+    starts = [_lloyd(points, _plus_plus(points, count, rng)) for _ in range(_STARTS)]
+    centroids, labels, _ = min(starts, key=lambda start: start[2])  # of equal ones the first
     distances = ((points - centroids[labels]) ** 2).sum(axis=1)
     order = np.argsort(distances, kind="stable")
-    members = tuple(tuple(int(each) for each in order if labels[each] == label) for label in range(count))
-    first = sorted(range(count), key=lambda label: min(members[label]))  # in time order
-    return Clusters(centroids[first], tuple(members[label] for label in first))
+    members = [tuple(order[labels[order] == label].tolist()) for label in range(count)]
+    by_time = sorted(range(count), key=lambda label: min(members[label]))
+    return Clusters(centroids[by_time], tuple(members[label] for label in by_time))
 
 
 def _plus_plus(points: Vectors, count: int, rng: np.random.Generator) -> Vectors:
@@ -214,15 +210,13 @@ def _lloyd(points: Vectors, centroids: Vectors) -> tuple[Vectors, npt.NDArray[np
     labels = np.full(len(points), -1)
     for _ in range(_MOST_STEPS):
         distances = _distances(points, centroids)
-        found = distances.argmin(axis=1)
-        for label in np.setdiff1d(np.arange(len(centroids)), found):  # an empty cluster takes the farthest point
-            farthest = int(
-                np.where(np.bincount(found)[found] > 1, distances[np.arange(len(points)), found], -1).argmax()
-            )
-            found[farthest] = label
-        if np.array_equal(found, labels):
+        nearest = distances.argmin(axis=1)
+        for label in np.setdiff1d(np.arange(len(centroids)), nearest):  # an empty cluster takes the farthest point
+            shared = np.bincount(nearest)[nearest] > 1
+            nearest[np.where(shared, distances[np.arange(len(points)), nearest], -1).argmax()] = label
+        if np.array_equal(nearest, labels):
             break
-        labels = found
+        labels = nearest
         centroids = np.stack([points[labels == label].mean(axis=0) for label in range(len(centroids))])
     return centroids, labels, float(((points - centroids[labels]) ** 2).sum())
 

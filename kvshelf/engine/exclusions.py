@@ -1,8 +1,5 @@
-"""What excludes what: one table of features that do not go together, asked once for a request, before any work.
-
-docs/internals/exclusions.md is made from the table (`python -m scripts.publish_exclusions`), and a test makes every
-combination of its features.
-"""
+"""The table of features that do not go together, by which a request is checked before any work. It is published as
+docs/internals/exclusions.md (`python -m scripts.publish_exclusions`)."""
 
 from __future__ import annotations
 
@@ -29,18 +26,19 @@ from kvshelf.model.layers import LayerKind, readers, reducible
 from kvshelf.model.rope import Rope, reach
 
 Verb = Literal["append", "join", "suffix", "store", "search", "export", "attach"]
-"""What is done to a cache beside compressing and asking: append to it; ask it with others; bound what an answer adds;
-keep an answer behind it; search; make transformers' cache of it; run the model behind it in the caller's own code."""
+"""What is done to a cache beside compressing and asking: append tokens to it; ask it with others; bound the entries of
+an answer; keep an answer behind it; search; make transformers' cache of it; run the model behind it in the caller's own
+code."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Combination:
-    """What one request uses. A place asks with what it knows: no feature of what is left out is used.
+    """The parts of one request, as far as its check knows them: no feature of a part that is left out is used.
 
     sizes: the fields of a request that say how much stays. document, budget, passes, absorber: of a compression; a
-    policy without a document chooses at the question. cache: that `verb` is done to. residuals: whether there is one
-    with residuals, whatever is done to it. ends: of the sentences of each document that is asked. scope: of the suffix
-    policy. appends_images: whether images are to be appended.
+    policy without a document chooses at the question. cache: the one that `verb` is done to. residuals: whether a cache
+    with residuals is read. ends: of the sentences of each document that is asked. scope: of the suffix policy.
+    appends_images: whether images are to be appended.
     """
 
     facts: ModelFacts | None = None
@@ -66,13 +64,13 @@ class Combination:
 
     @property
     def at_work(self) -> Policy | None:
-        """The policy that reduces the document; None for one that has nothing to do."""
+        """The policy that reduces the document; None for a policy that has nothing to do."""
         if self.policy is None or self.document is None or self.budget is None:
             return None
         return self.policy if self.policy.has_work(self.budget, self.document.num_tokens) else None
 
     def observes(self, needed: Needs) -> bool:
-        """Whether the policy looks at this, in a prefill or at the question."""
+        """Whether the policy needs this, in a prefill or at the question."""
         policy = self.policy if self.selector is not None else self.at_work
         return policy is not None and needed in policy.needs
 
@@ -86,7 +84,7 @@ class Combination:
 
     @property
     def stored_whole(self) -> str:
-        """What some layers have that is stored whole."""
+        """The name of the states that some layers store whole."""
         if any(kind.states for kind in self.kinds):
             return "recurrent states"
         return "a sliding window" if all(kind.chunk is None for kind in self.kinds) else "chunked attention"
@@ -101,11 +99,11 @@ class Combination:
         layers = getattr(self.facts.model.base_model, "layers", ()) if plain else ()
         modules = [{name for name, _ in layer.named_modules()} for layer in layers]
         added = {name.partition(".")[2].rpartition(".")[0] for name in tensors if "." in name}
-        return next((name for name in sorted(added) if not modules or any(name not in own for own in modules)), "")
+        return next((name for name in sorted(added) if not modules or any(name not in names for names in modules)), "")
 
     @property
     def repeats_images(self) -> bool:
-        """Whether a pass has tokens of images, in whose place no image would stand there."""
+        """Whether a pass has tokens of images, which would stand there without their images."""
         images = None if self.facts is None else self.facts.images
         return images is not None and any(images.token_id in probe.token_ids for probe in self.passes)
 
@@ -131,7 +129,7 @@ class Combination:
 
 @dataclass(frozen=True, eq=False)
 class Feature:
-    """What a request or its model may have. name: on the page."""
+    """A property of a request or its model. name: on the page."""
 
     name: str
     used: Callable[[Combination], bool]
@@ -218,8 +216,7 @@ RANKS: Final = _of_model("several processes", lambda facts: facts.ranks is not N
 
 def _lacks_output(facts: ModelFacts) -> bool:
     layers = zip(getattr(facts.model.base_model, "layers", [None]), facts.kinds, strict=False)
-    attention = [getattr(layer, "self_attn", None) for layer, kind in layers if kind.attends]
-    return any(output_weight(module) is None for module in attention)
+    return any(output_weight(getattr(layer, "self_attn", None)) is None for layer, kind in layers if kind.attends)
 
 
 NO_OUTPUT: Final = _of_model("no o_proj weight", _lacks_output)
@@ -299,10 +296,7 @@ READ_OTHERWISE: Final = Feature("a cache that was read otherwise", lambda c: not
 REPOSITIONED: Final = Feature("a cache under positions=cache", lambda c: c.cache is not None and c.cache.repositioned)
 INDEXED: Final = Feature(
     "a cache with an index",
-    lambda c: (
-        c.cache is not None
-        and any(isinstance(part, Indexed) for entries in c.cache.reduced for part in parts_of(entries))
-    ),
+    lambda c: c.cache is not None and any(isinstance(part, Indexed) for e in c.cache.reduced for part in parts_of(e)),
 )
 SEVERAL: Final = _verb("several documents", "join")
 SUFFIX: Final = _verb("a suffix policy", "suffix")
@@ -320,28 +314,28 @@ SELECT_EARLY: Final = _of_selector("select infinigen", lambda selector: Needs.EA
 NO_SENTENCES: Final = Feature("a cache of token ids", lambda c: not all(c.ends))
 
 
-def _each(
+def _pairs(
     feature: Feature,
     others: Sequence[tuple[Feature, str]],
     message: str,
     param: str,
     error: type[CallerError] = PolicyUnsupported,
 ) -> list[Exclusion]:
-    """With each of the others, for a reason of its own. message: with `{why}`."""
+    """The exclusions of a feature with each of the others, for a reason of its own. message: with `{why}`."""
     return [Exclusion((feature, other), message.replace("{why}", why), param, error) for other, why in others]
 
 
 def _beside(
     feature: Feature, why: str, layers: Sequence[Feature], advice: str = "choose another policy", param: str = "policy"
 ) -> list[Exclusion]:
-    """Of a policy, with layers that are stored whole."""
+    """The exclusions of a policy's feature with kinds of layers that are stored whole."""
     message = "policy {policy!r} {why}, and some layers of {model!r} have {c.stored_whole}; " + advice
-    return _each(feature, [(kind, why) for kind in layers], message, param)
+    return _pairs(feature, [(kind, why) for kind in layers], message, param)
 
 
 def _sizes(size: Feature, param: str) -> list[Exclusion]:
     whose = [(KEEPS_ALL, "keeps everything"), (SIZED, "has its size from its parameters")]
-    return _each(size, whose, f"policy {{policy!r}} {{why}} and takes no {param}", param, InvalidRequest)
+    return _pairs(size, whose, f"policy {{policy!r}} {{why}} and takes no {param}", param, InvalidRequest)
 
 
 _OF_CODEC: Final = {"codec": "{c.codec}", "group": "{c.codec.group}", "block": "{c.policy.index_block}"}
@@ -364,7 +358,7 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
         InvalidRequest,
     ),
     # Selectors: those of several processes and of shared layers first, whatever chooses.
-    *_each(
+    *_pairs(
         SELECT,
         [
             (RANKS, "runs in several processes, which read whole caches"),
@@ -373,7 +367,7 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
         "{model!r} {why}; ask without select",
         "select",
     ),
-    *_each(
+    *_pairs(
         SELECT_SENTENCES,
         [
             (NO_TOKENIZER, "needs the text of answers, and {model!r} has no tokenizer here"),
@@ -387,14 +381,14 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
         "the cache has no sentence ends: it was made from token ids; take selector quest",
         "select.method",
     ),
-    *_each(
+    *_pairs(
         SELECT_UNROTATED,
         _NOT_UNDONE,
         "selector {c.selector.name} compares queries and keys without their rotation, and that of {model!r} {why}; "
         "take selector quest",
         "select.method",
     ),
-    *_each(
+    *_pairs(
         SELECT_EARLY,
         [
             (LATENTS, "stores latents"),
@@ -406,7 +400,7 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
         "select.method",
     ),
     # What a policy observes, in a prefill or at the question.
-    *_each(
+    *_pairs(
         UNROTATES,
         [(NO_ROPE, "is not to be had"), (CHANGING_ROPE, "changes with the length of the sequence")],
         "policy {policy!r} has to undo the model's rotary embedding, and that of {model!r} {why}; choose "
@@ -436,7 +430,7 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
         "select.method",
     ),
     # What a policy does to layers.
-    *_each(
+    *_pairs(
         LATENTS,
         [
             (HEAD_BUDGETS, "gives each head a budget of its own"),
@@ -454,7 +448,7 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
         "nothing to reduce; take policy full",
         "policy",
     ),
-    *_each(
+    *_pairs(
         MADE_AGAIN,
         [
             (STATES, "has recurrent states"),
@@ -485,16 +479,13 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
         "protect",
         InvalidRequest,
     ),
-    Exclusion(
-        (IN_CHUNKS, LATENTS),
-        "policy {policy!r} reads the document in chunks, and all heads of a layer of {model!r} share the "
-        "latents of a token (MLA); take prefill=whole, or another policy",
-        "policy_params.prefill",
-    ),
-    Exclusion(
-        (IN_CHUNKS, LAYER_MAP),
-        "policy {policy!r} reads the document in chunks, and layers of {model!r} read those of others "
-        "(layer_map), which would be reduced before; take prefill=whole, or another policy",
+    *_pairs(
+        IN_CHUNKS,
+        [
+            (LATENTS, "all heads of a layer of {model!r} share the latents of a token (MLA)"),
+            (LAYER_MAP, "layers of {model!r} read those of others (layer_map), which would be reduced before"),
+        ],
+        "policy {policy!r} reads the document in chunks, and {why}; take prefill=whole, or another policy",
         "policy_params.prefill",
     ),
     *_beside(
@@ -528,7 +519,7 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
         "or policy full",
         "policy_params.prefill",
     ),
-    *_each(
+    *_pairs(
         IMAGES,
         [
             (READS_TEXT, "reads the document's text, and images have none"),
@@ -545,7 +536,7 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
         "document",
     ),
     # What is appended to a cache.
-    *_each(
+    *_pairs(
         APPEND,
         [
             (RANKS, "{model!r} runs in several processes, which append to no cache"),
@@ -563,7 +554,7 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
         "{why}; compress the whole document anew",
         "cache_id",
     ),
-    *_each(
+    *_pairs(
         APPEND,
         [
             (SOFT, "runs learned tokens in the same pass as the document"),
@@ -584,7 +575,7 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
         "policy_params.prefill",
     ),
     # Several processes see a part of the heads each.
-    *_each(
+    *_pairs(
         RANKS,
         [
             (CALLS, "and policy {policy!r} sees whole layers; choose another policy"),
@@ -622,11 +613,11 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
         "codec klt transforms keys and values, and {model!r} has recurrent states besides; use int4",
         "codec",
     ),
-    *_each(
+    *_pairs(
         KLT, _NOT_UNDONE, "codec klt takes the rotation off the keys, and that of {model!r} {why}; use int4", "codec"
     ),
     # What is done to caches.
-    *_each(
+    *_pairs(
         SEVERAL,
         [
             (STATES, "has recurrent states, and those behind several documents cannot be joined"),
@@ -640,7 +631,7 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
         "{model!r} {why}; ask each document by itself",
         "cache_ids",
     ),
-    *_each(
+    *_pairs(
         SUFFIX,
         [
             (RANKS, "runs in several processes, which would have to drop the same entries"),
@@ -657,7 +648,7 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
         "{model!r} {why}; ask without suffix",
         "suffix.policy",
     ),
-    *_each(
+    *_pairs(
         SHRINK,
         [
             (STATES, "{model!r} has recurrent states, which remember all of the document"),
@@ -681,7 +672,7 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
         "for the others; use answer(), answer_all() or batch()",
         "model",
     ),
-    *_each(
+    *_pairs(
         SEARCH,
         [
             (RANKS, "runs in several processes, each of which has a part of a key"),
@@ -697,4 +688,4 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
         "model",
     ),
 )
-"""In the order in which they are asked: of several that hold, the first is told."""
+"""In the order in which they are checked: the first that holds is raised."""

@@ -1,9 +1,5 @@
-"""A compressed cache as a plain transformers `DynamicCache`, for code without kvshelf.
-
-Any engine that accepts a KV cache as a prefix accepts this one: it has one key and one value per token and head,
-equally many in every head and layer, rotated to the positions that the engine expects, and copies of what states there
-are.
-"""
+"""A compressed cache as a plain transformers `DynamicCache`, for code without kvshelf: one key and one value per token
+and head, equally many in every head and layer, rotated to the requested positions, and copies of the states."""
 
 from __future__ import annotations
 
@@ -26,8 +22,7 @@ Positions = Literal["absolute", "contiguous"]
 
 
 def export(cache: CompressedCache, positions: Positions, *, rope: Rope | None, config: Any) -> DynamicCache:
-    """See `Engine.export`, of a cache that is a prefix (`no_prefix`). `config` is the model's: it says which layers
-    slide."""
+    """See `Engine.export`. cache: a prefix (`no_prefix`). config: the model's, which says which layers slide."""
     if positions not in get_args(Positions):
         raise InvalidRequest(f"positions is {positions!r}; one of {', '.join(get_args(Positions))}", param="positions")
     in_cache = cache.next_position < cache.num_tokens  # the keys are at their places in the cache already
@@ -43,8 +38,7 @@ def export(cache: CompressedCache, positions: Positions, *, rope: Rope | None, c
 
 
 class Places:
-    """Rotates the keys of a layer to the requested positions, each key at most once. shift: how much further all of
-    them, if less than 0 to the left."""
+    """Rotates the keys of a layer to the requested positions, each key at most once. shift: added to all of these."""
 
     def __init__(self, rope: Rope | None, *, stored_at_slots: bool, wanted_at_slots: bool, shift: int = 0) -> None:
         self._rope = rope
@@ -53,14 +47,14 @@ class Places:
         self._shift = shift
 
     def layer(self, parts: Sequence[Packed], heads: slice = slice(None)) -> tuple[Tensor, Tensor]:
-        """Keys `[heads, K, D]` and values `[heads, K, Dv]` of a layer (`plain_parts`), of some of its heads."""
+        """Keys `[heads, K, D]` and values `[heads, K, Dv]` of some heads of a layer (`plain_parts`)."""
         keys, values = zip(*self.heads(parts, heads), strict=True)
         return torch.stack(keys), torch.stack(values)
 
     def heads(self, parts: Sequence[Packed], heads: slice = slice(None)) -> list[tuple[Tensor, Tensor]]:
-        """Keys `[K, D]` and values `[K, Dv]` of each of some heads of a layer, which may differ in K."""
-        chosen = list(zip(*(part.views() for part in parts), strict=True))[heads]
-        return [self._head(views, parts[0]) for views in chosen]
+        """Keys `[K, D]` and values `[K, Dv]` of some heads of a layer, which may differ in K."""
+        views = list(zip(*(part.views() for part in parts), strict=True))[heads]
+        return [self._head(of_head, parts[0]) for of_head in views]
 
     def _head(self, views: Sequence[HeadView], like: Packed) -> tuple[Tensor, Tensor]:
         """Keys `[K, D]` and values `[K, Dv]` of a head, of all its parts, in ascending position."""
@@ -68,11 +62,11 @@ class Places:
         keys = torch.cat([view.keys[:] for view in views])[order]
         values = torch.cat([view.values[:] for view in views])[order]
         slots = torch.arange(len(positions), device=positions.device)
-        wanted = (slots if self._wanted_at_slots else positions) + self._shift
+        target = (slots if self._wanted_at_slots else positions) + self._shift
         if like.rope_mode == "pre":
-            keys = self._undoable().rotate(keys, wanted)
-        elif not torch.equal(stored := slots if self._stored_at_slots else positions, wanted):
-            keys = self._undoable().moved(keys, stored, wanted)
+            keys = self._undoable().rotate(keys, target)
+        elif not torch.equal(stored := slots if self._stored_at_slots else positions, target):
+            keys = self._undoable().moved(keys, stored, target)
         return keys.to(like.dtype), values
 
     def _undoable(self) -> Rope:
@@ -84,8 +78,8 @@ class Places:
 
 
 def plain_parts(record: Entries, index: int, *, uniform: bool = True) -> tuple[Packed, ...]:
-    """The parts of a layer of a prefix. uniform: with as many entries in every head. Raises `PolicyUnsupported` for one
-    of none."""
+    """The parts of a layer. uniform: with as many entries in every head. Raises `PolicyUnsupported` for a layer that is
+    in no prefix."""
     if reason := _no_entries(record, index) or (uniform and _not_uniform(record, index)):
         raise _unsupported(reason)
     return tuple(part for part in parts_of(record) if isinstance(part, Packed))
@@ -112,7 +106,7 @@ def no_prefix(cache: CompressedCache) -> str:
 
 
 def _no_entries(record: Entries, index: int) -> str:
-    """Why what a layer has is not a key and a value of a token in each place; "" where it is."""
+    """Why the entries of a layer are not a key and a value of a token in each place; "" where they are."""
     modes = set()
     for part in parts_of(record):
         if isinstance(part, Recent):
@@ -132,13 +126,13 @@ def _no_entries(record: Entries, index: int) -> str:
 
 def _not_uniform(record: Entries, index: int) -> str:
     """Why the heads of a layer are no part of one prefix; "" where they are."""
-    if not record.uniform:
-        lengths = record.lengths
-        return (
-            f"the heads of layer {index} keep different numbers of entries ({min(lengths)} to {max(lengths)}), and a "
-            "prefix has as many in every head"
-        )
-    return ""
+    if record.uniform:
+        return ""
+    lengths = record.lengths
+    return (
+        f"the heads of layer {index} keep different numbers of entries ({min(lengths)} to {max(lengths)}), and a "
+        "prefix has as many in every head"
+    )
 
 
 UNEXPORTED: Final = (

@@ -1,4 +1,4 @@
-"""What is known of a loaded model before any document. Everything of an engine is made from it."""
+"""The facts of a loaded model, known before any document. Everything of an engine is made from them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 class ModelFacts:
-    """Of one model and its tokenizer, for any thread.
+    """The facts of one model and its tokenizer, for any thread.
 
     text: the tokenizer and its template; None where documents and questions are token ids. max_tokens: the longest
     sequence. kv_bytes_per_token: of all layers, uncompressed. rope: None where there is none that could be read. kinds:
     of the layers. ranks: the processes that share the model's heads, this one among them; None where there is one.
     one_by_one: whether the keys of a token may change with the length of its call. recordable: whether the operations
-    on a token are the same whatever the length of the call. images: what reads images beside text; None: nothing.
+    on a token are the same whatever the length of the call. images: reads images; None for a model that reads none.
     """
 
     def __init__(
@@ -49,13 +49,13 @@ class ModelFacts:
         self.kinds = layer_kinds(model.config)
         self.images = ImageEncoder.of(model)
         self.ranks = ranks
-        # Without a RoPE that could be read nobody knows, but where some layers do not see all, it differs from that of
-        # the others in frequencies alone, latents have theirs in a part of their own, and states have none.
-        own = any(not kind.sees_all or kind.states or kind.latents for kind in self.kinds)
-        self.one_by_one = not (own or self.rope is not None) or changes_with_length(model.config)
+        # Where no RoPE could be read nobody knows, unless the layers say why: those that do not see all differ in their
+        # frequencies alone, latents have a RoPE in a part of their own, and states have none.
+        known = self.rope is not None or any(not kind.sees_all or kind.states or kind.latents for kind in self.kinds)
+        self.one_by_one = not known or changes_with_length(model.config)
+        plain = not any(kind.states or kind.latents for kind in self.kinds)
         own_keys = all(kind.attends or kind.reads is not None for kind in self.kinds)
-        plain = own_keys and not any(kind.states or kind.latents for kind in self.kinds)
-        self.recordable = plain and not self.one_by_one and ranks is None
+        self.recordable = plain and own_keys and not self.one_by_one and ranks is None
         self.endless = False
         """Whether no token ends an answer, for benches of its time. A caller may change it at any time."""
 
@@ -66,7 +66,7 @@ class ModelFacts:
 
     @property
     def residual_width(self) -> int:
-        """Numbers of a token in the residual stream, and so in each layer of what it is given."""
+        """Numbers of a token in the residual stream, the input of each layer."""
         return int(self.model.config.hidden_size)
 
     @property
@@ -95,8 +95,7 @@ class ModelFacts:
         change the configurations at any time."""
         if self.endless:
             return frozenset()
-        generation = self.model.generation_config
-        named = [generation.eos_token_id if generation is not None else None]
-        named += [getattr(self.model.config, "eos_token_id", None), self.text.end_id if self.text is not None else None]
-        each = (one for one in named if one is not None)
-        return frozenset(end for one in each for end in ([one] if isinstance(one, int) else one))
+        ends = [getattr(of, "eos_token_id", None) for of in (self.model.generation_config, self.model.config)]
+        ends.append(None if self.text is None else self.text.end_id)
+        lists = ([end] if isinstance(end, int) else end or () for end in ends)
+        return frozenset(end for of_one in lists for end in of_one)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, Self, TypedDict, get_args
+from typing import Any, Self, TypedDict, get_args
 
 from kvshelf.api import Select, SuffixOptions
 from kvshelf.api.creation import default_policy
@@ -34,7 +34,7 @@ class CompressFields(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class CompressOptions:
-    """How a document, or what is appended to a cache, is reduced: see `Engine.prepare`."""
+    """How a document, or tokens that are appended to a cache, are reduced: see `Engine.prepare`."""
 
     policy: str | None = None
     compression_ratio: float | None = None
@@ -44,34 +44,30 @@ class CompressOptions:
 
     @property
     def chosen_params(self) -> frozenset[str]:
-        """The names of the parameters that the caller chose."""
         return frozenset(self.policy_params or {})
 
     @property
-    def default_policy(self) -> str:
-        """The policy of a document of its own, where none is named."""
-        return default_policy({**self.sizes, "policy_params": dict(self.policy_params or {})})
-
-    @property
     def sizes(self) -> dict[str, Any]:
-        """What is said of how much stays, by the names of fields."""
-        said = {"compression_ratio": self.compression_ratio, "budget_tokens": self.budget_tokens}
-        return {name: value for name, value in said.items() if value is not None}
+        """The fields that say how much stays, without those that are None."""
+        fields = {"compression_ratio": self.compression_ratio, "budget_tokens": self.budget_tokens}
+        return {name: value for name, value in fields.items() if value is not None}
 
-    def built(self, default: str) -> Policy:
-        """The policy. default: its name where none is named. Raises `InvalidRequest`, also for a size or questions that
-        it does not take."""
-        policy = build(self.policy or default, dict(self.policy_params or {}))
+    def built(self, default: str = "") -> Policy:
+        """The policy. default: its name where none is named; "": as of a document by itself. Raises `InvalidRequest`,
+        also for a size or questions that it does not take."""
+        params = dict(self.policy_params or {})
+        name = self.policy or default or default_policy({**self.sizes, "policy_params": params})
+        policy = build(name, params)
         require_possible(Combination(policy=policy, sizes=self.sizes, questions=self.expected_questions))
         return policy
 
-    def behind(self, made: Identity) -> Self:
-        """The same for what is appended to a cache: in chunks its own policy goes on, by its own parameters where no
-        others are said."""
-        said = dict(self.policy_params or {})
-        if said.get("prefill") != "chunked" or self.policy not in (None, made.policy):
+    def behind(self, identity: Identity) -> Self:
+        """The options for tokens that are appended to a cache with this identity: in chunks its policy goes on, by its
+        parameters where these name no others."""
+        params = dict(self.policy_params or {})
+        if params.get("prefill") != "chunked" or self.policy not in (None, identity.policy):
             return self
-        return replace(self, policy_params={**made.policy_params, **said})
+        return replace(self, policy_params={**identity.policy_params, **params})
 
     def budget(
         self,
@@ -81,38 +77,37 @@ class CompressOptions:
         *,
         before: CompressedCache | None = None,
     ) -> Budget:
-        """What the policy keeps of a document. default_ratio: where no size is given; None: half is removed. before:
-        whose entries compete with those of the document; what it let go of is of the size, and does not come back."""
+        """The budget of the policy for a document. default_ratio: where no size is set; None: half is removed. before:
+        the cache whose entries compete with those of the document. The size is of all its tokens, and tokens that it
+        has dropped do not come back."""
         if policy.sizes_itself:
             protected = document.num_protected
             if protected == document.num_tokens:  # which is refused, and of no tokens nothing has a size
                 return Budget.full(protected)
             return policy.own_budget(document.judged).with_protected(protected, document.num_tokens)
-        ratio = self.compression_ratio
-        if ratio is None and self.budget_tokens is None:
-            ratio = default_ratio
+        ratio = self.compression_ratio if self.sizes else default_ratio
         read, kept = (0, 0) if before is None else (before.num_tokens, before.kept_tokens)
         tokens = document.num_tokens
         budget = Budget.resolve(read + tokens, compression_ratio=ratio, budget_tokens=self.budget_tokens)
         if before is not None and budget.tokens <= policy.first_kept:
-            self._refuse_budget(budget, policy.first_kept)
+            raise self._too_small(budget, policy.first_kept)
         return replace(budget, tokens=min(budget.tokens, kept + tokens))
 
-    def _refuse_budget(self, budget: Budget, first_kept: int) -> NoReturn:
-        """Of a cache that goes on, whose parameters are not the caller's to choose: the size is."""
-        leaves, advice, param = f"budget_tokens is {budget.tokens}", "raise it", "budget_tokens"
+    def _too_small(self, budget: Budget, first_kept: int) -> PolicyUnsupported:
+        """The error about the size, because a caller cannot choose the parameters of a cache that goes on."""
+        size, advice, param = f"budget_tokens is {budget.tokens}", "raise it", "budget_tokens"
         if self.budget_tokens is None:
-            leaves = f"compression_ratio {budget.compression_ratio} leaves {budget.tokens} entries per KV head"
+            size = f"compression_ratio {budget.compression_ratio} leaves {budget.tokens} entries per KV head"
             advice, param = "lower it", "compression_ratio"
-        raise PolicyUnsupported(
-            f"{leaves}, for the cache and what is appended together, and the cache was made to keep its first "
+        return PolicyUnsupported(
+            f"{size}, for the cache and what is appended together, and the cache was made to keep its first "
             f"{first_kept} tokens (sink); {advice} so that more than {first_kept} entries stay",
             param=param,
         )
 
 
 class BoundFields(TypedDict, total=False):
-    """What `Engine.bound` takes beside the policy, as `suffix` of `Engine.answer` has it."""
+    """The options of `Engine.bound` beside the policy, as in `suffix` of `Engine.answer`."""
 
     budget: int | None
     params: Mapping[str, Any] | None
@@ -132,7 +127,8 @@ class AnswerFields(AskFields, total=False):
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """select: what the answer reads; None: all. suffix: what stays of it in memory; None: all."""
+    """How a question is answered. select: which entries the answer reads; None: all. suffix: which of its own stay in
+    memory; None: all."""
 
     sampling: Sampling
     select: Select | None
@@ -150,7 +146,7 @@ class AnswerOptions:
         logprobs: int | None = None,
         **ask: object,
     ) -> Self:
-        """From `AnswerFields`; ask: those of `AskFields`. Raises `InvalidRequest` for what no answer can have."""
+        """From `AnswerFields`; ask: those of `AskFields`. Raises `InvalidRequest` for options that no answer has."""
         sampling = Sampling(max_new_tokens, Ask.of(ask), Grammar.of(shape) if shape else None, logprobs)
         params = {} if select_params is None else dict(select_params)
         chosen = None if select is None else Select.model_construct(method=select, tokens=select_tokens, params=params)
@@ -159,18 +155,17 @@ class AnswerOptions:
 
 
 def _suffix_fields(suffix: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of what a caller says of a suffix: `policy`, and `scope`, `budget` and `params` if given. Raises
-    `InvalidRequest` for others, for another scope, and for a budget that is no number from 1."""
-    given = dict(suffix)
-    for name in given.keys() - {"policy", "scope", "budget", "params"}:
+    """A checked copy of a suffix: `policy`, and perhaps `scope`, `budget` and `params`. Raises `InvalidRequest` for
+    other fields, another scope, and a budget that is no integer from 1."""
+    for name in suffix.keys() - {"policy", "scope", "budget", "params"}:
         raise InvalidRequest(f"suffix has no {name!r}; it has policy, scope, budget and params", param=f"suffix.{name}")
-    if not isinstance(given.get("policy"), str):
+    if not isinstance(suffix.get("policy"), str):
         raise InvalidRequest("suffix needs the name of a policy", param="suffix.policy")
-    if (scope := given.get("scope", "suffix")) not in get_args(SuffixScope):
+    if (scope := suffix.get("scope", "suffix")) not in get_args(SuffixScope):
         raise InvalidRequest(f"suffix.scope is {scope!r}; it must be suffix or cache", param="suffix.scope")
-    budget = given.get("budget")
+    budget = suffix.get("budget")
     if budget is not None and (type(budget) is not int or budget < 1):
         raise InvalidRequest(f"suffix.budget is {budget!r}; it must be an integer from 1", param="suffix.budget")
-    if not isinstance(given.get("params") or {}, Mapping):
+    if not isinstance(suffix.get("params") or {}, Mapping):
         raise InvalidRequest("suffix.params must map names to values", param="suffix.params")
-    return given
+    return dict(suffix)

@@ -1,4 +1,4 @@
-"""How whoever waits for the engine is told of its progress, and gets to stop it."""
+"""Callbacks by which a caller of the engine learns of its progress, and stops it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 
 Checkpoint = Callable[[], None]
 Progress = Callable[[Literal["prefill", "quality"], int, int], None]
-"""Is told how far a compression is: how many layers of a prefill, or measured levels, are done, and of how many."""
+"""Called with how many layers of a prefill, or measured levels, are done, and of how many."""
 
 
 def nothing(*_: object) -> None:

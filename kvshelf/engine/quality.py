@@ -1,11 +1,6 @@
-"""Quality of a compression on its own document, measured when it is made: `Probe`, `Reference`.
+"""Quality of a compression on its own document, measured by cues when it is made: see docs/internals/probe.md.
 
-The real questions are not known yet, so they are made from the document: cues. A cue is ten tokens of the document,
-what the chat template writes before an answer, and in place of the answer the document's tokens from the third on
-behind the ten: like a question, it does not have the very words before the answer. Four tokens begin the answer, and
-both caches predict the next six, each after the right ones before it. The reference is the full cache and not the
-truth: an answer that the model cannot find is no fault of the compression.
-
+The reference is the full cache and not the truth: an answer that the model cannot find is no fault of the compression.
 With p the probabilities under the full cache, q under the compressed one, and n those that the model gave at the same
 token of the document when it first read it, for d, the document's own token:
 
@@ -14,17 +9,13 @@ token of the document when it first read it, for d, the document's own token:
     agreement = share of the cues that count and agree
     kl = mean of KL(p || q) over all predicted tokens of the cues that count, in nats
 
-So a token counts that surprised the model at first and does not after it has read the document: what it knows of it
-comes from the cache. What the document does not decide (what the model would have said anyway, and what it is unsure
-of) is in no denominator. The first of a cue's tokens and not all: they are lost together, and cues are independent. KL
-takes the 64 likeliest tokens one by one and the others together. docs/internals/probe.md has the rules that were tried.
+So a token counts that surprised the model at first and does not after it has read the document; tokens that it would
+have predicted anyway, or of which it is unsure, are in no denominator. Of a cue the first decided token counts, with
+which the others are lost: cues are independent. KL takes the 64 likeliest tokens one by one and the others together. A
+model with recurrent states, and appended tokens, have no logits of the document; there n is of the cue alone.
 
 `low` and `high` are the exact bounds of a binomial share (Clopper and Pearson, 1934), each on one side, at 95 %. `low`
 is None where fewer than `LEAST` cues count: a bound from so few is no floor. Where none counts there is no agreement.
-
-The full cache answers during the prefill: the cues are probe passes behind the document, and each layer is freed as
-usual. There is never a second cache in memory, but for a model with recurrent states (`prefill.stateful`). Such a
-model, and appended tokens, have no logits of the document; there n is what the model says to the cue alone.
 """
 
 from __future__ import annotations
@@ -32,7 +23,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal
 
 import torch
@@ -63,10 +54,10 @@ time of their prefill, at 32,000 a tenth."""
 How = Literal["full", "fast", False]
 """How quality is measured; False: not at all."""
 
-ASKED: Final = 10
+QUESTION: Final = 10
 SKIPPED: Final = 2
 """Tokens of the document between those of a cue and the answer."""
-GIVEN: Final = 4
+OPENING: Final = 4
 """Tokens that begin the answer. A model writes sentences: it seldom begins with the document's own words, and without
 these a fifth of the cues counted in place of four fifths."""
 ANSWER: Final = 6
@@ -124,24 +115,23 @@ class Probe:
 
     @classmethod
     def of(cls, document: DocumentView, count: int = CUES) -> Probe | None:
-        """At most `count` cues; None for a document that is too short for one."""
+        """Of at most `count` cues; None for a document that is too short for one."""
         places = tuple(cue_places(document, count))
         if not places:
             return None
         ids = document.token_ids
         answers = tuple(tuple(ids[at : at + ANSWER]) for at in places)
-        passes = tuple(document.cue(_asked(at), slice(at - GIVEN, at + ANSWER - 1)) for at in places)
+        passes = tuple(document.cue(_cue_tokens(at), slice(at - OPENING, at + ANSWER - 1)) for at in places)
         full = count >= CUES or len(places) < count
         return cls(places, answers, passes, tuple(ids[: document.protected_prefix]), full)
 
     def only(self, cues: Sequence[int]) -> Probe:
-        """These cues."""
-        return Probe(
-            tuple(self.places[at] for at in cues),
-            tuple(self.answers[at] for at in cues),
-            tuple(self.passes[at] for at in cues),
-            self.prefix,
-            self.full,
+        """The probe with these cues alone."""
+        return replace(
+            self,
+            places=tuple(self.places[at] for at in cues),
+            answers=tuple(self.answers[at] for at in cues),
+            passes=tuple(self.passes[at] for at in cues),
         )
 
     @property
@@ -155,12 +145,12 @@ class Probe:
         return self.length * len(self.passes)
 
     def reading(self, device: torch.device) -> Tensor:
-        """Where the same tokens are predicted while the document is read: `[cues * T]`."""
+        """The tokens at which the answers are predicted while the document is read, `[cues * T]`."""
         begins = torch.tensor(self.places, device=device)[:, None]
         return (begins + torch.arange(-1, ANSWER - 1, device=device)).flatten()
 
     def predicting(self, first: int, device: torch.device) -> Tensor:
-        """Where the predictions stand in a sequence in which the first cue begins at token `first`: `[cues * T]`."""
+        """The tokens at which the answers are predicted, `[cues * T]`, where the first cue begins at token `first`."""
         ends = torch.arange(1, len(self.passes) + 1, device=device)[:, None] * self.length
         return (ends + torch.arange(-ANSWER, 0, device=device)).flatten() + first
 
@@ -182,7 +172,7 @@ class CueAgreement:
 class Reference:
     """The full cache's predictions for the cues of a probe that count; T = 6 for each.
 
-    document: the digest of the document's ids, as in an `Identity`. asked: cues of the whole probe. `probe` has those
+    document: the digest of the document's ids, as in an `Identity`. num_cues: of the whole probe. `probe` has those
     that count. likeliest: `[cues * T, 64]` token ids. log_probs: `[cues * T, 65]` fp32 of these and of all others
     together. decided: of each cue, the first token that the document decides, `[cues]` of `cues * T`. finite: whether
     the model's logits are numbers. probe_s: seconds that the full cache's answers took, those of a shared pass by their
@@ -190,7 +180,7 @@ class Reference:
     """
 
     document: str
-    asked: int
+    num_cues: int
     probe: Probe
     likeliest: Tensor
     log_probs: Tensor
@@ -202,11 +192,11 @@ class Reference:
     def of(cls, document: str, probe: Probe, full: Iterable[Tensor], before: Iterable[Tensor]) -> Reference:
         """From logits of the full cache, and of the model before it knew the document: `[cues * T, vocabulary]` each,
         in parts `[rows, vocabulary]`. probe_s: 0, as only the caller knows it."""
-        told = []
-        for part in full:
-            tokens = part.topk(min(_LIKELIEST, part.shape[-1]), dim=-1).indices
-            told.append((tokens, _events([part], tokens)[0]))
-        likeliest, log_probs = (torch.cat(parts) for parts in zip(*told, strict=True))
+        parts = []
+        for logits in full:
+            tokens = logits.topk(min(_LIKELIEST, logits.shape[-1]), dim=-1).indices
+            parts.append((tokens, _events([logits], tokens)[0]))
+        likeliest, log_probs = map(torch.cat, zip(*parts, strict=True))
         own = torch.tensor(probe.answers, device=likeliest.device).flatten()  # the document's tokens
         known = _events(before, own[:, None])[0][:, 0].exp()
         decided = decides(own, likeliest[:, 0], log_probs[:, 0].exp(), known).view(-1, ANSWER)
@@ -246,20 +236,20 @@ class Reference:
     def quality(self, answered: Sequence[CueAgreement]) -> Quality:
         """Of a compressed cache, from cues that count: all, or those before a floor was out of reach. `kl` is not
         finite where its logits are not. probe_s: of the full cache's answers."""
-        known = sorted(answered, key=lambda one: one.cue)
-        agreed, kl = [one.agreed for one in known], sum(one.kl for one in known) / len(known)
-        cues, most = len(known), len(self.probe.places)
+        answered = sorted(answered, key=lambda answer: answer.cue)
+        agreed, cues, most = [answer.agreed for answer in answered], len(answered), len(self.probe.places)
+        kl = sum(answer.kl for answer in answered) / cues
         low, high = bounds(sum(agreed), cues)
         reason = None if cues == most else f"{cues} of the {most} cues that count show that the floor is out of reach"
         return Quality(
             agreement=sum(agreed) / cues,
             low=low if cues >= LEAST else None,
             high=high,
-            worst=worst_part([self.probe.places[one.cue] for one in known], agreed),
+            worst=worst_part([self.probe.places[answer.cue] for answer in answered], agreed),
             cues=cues,
-            asked=self.asked,
+            asked=self.num_cues,
             full=self.probe.full and cues == most,
-            reason=reason if cues >= LEAST else f"{self.told}, and a bound takes {LEAST}",
+            reason=reason if cues >= LEAST else f"{self._count_text}, and a bound takes {LEAST}",
             kl=kl if math.isnan(kl) else max(kl, 0.0),
             probe_s=self.probe_s,
             version=VERSION,
@@ -268,14 +258,13 @@ class Reference:
     def undecided(self) -> Quality:
         """The quality of any cache where no cue counts."""
         return Quality(
-            agreement=None, low=None, high=None, worst=None, cues=0, asked=self.asked, reason=self.told, kl=0.0,
-            full=self.probe.full, probe_s=self.probe_s, version=VERSION,
+            agreement=None, low=None, high=None, worst=None, cues=0, asked=self.num_cues, reason=self._count_text,
+            kl=0.0, full=self.probe.full, probe_s=self.probe_s, version=VERSION,
         )  # fmt: skip
 
     @property
-    def told(self) -> str:
-        """How many cues count, for people."""
-        return f"the document decides {len(self.probe.places) or 'none'} of the {self.asked} cues that it was asked"
+    def _count_text(self) -> str:
+        return f"the document decides {len(self.probe.places) or 'none'} of the {self.num_cues} cues that it was asked"
 
 
 def decides(own: Tensor, likeliest: Tensor, likely: Tensor, known: Tensor) -> Tensor:
@@ -287,15 +276,15 @@ def decides(own: Tensor, likeliest: Tensor, likely: Tensor, known: Tensor) -> Te
 def _events(logits: Iterable[Tensor], tokens: Tensor) -> tuple[Tensor, Tensor]:
     """From logits `[n, vocabulary]`, in parts, and token ids `[n, k]`: log-probabilities `[n, k + 1]` fp32 of these
     tokens and of all others together, and the largest of any token `[n]`."""
-    found, highest, done = [], [], 0
+    log_probs, highest, done = [], [], 0
     for rows in (rows for part in logits for rows in torch.split(part, _CHUNK)):
         chosen, done = tokens[done : done + len(rows)], done + len(rows)
-        log_probs = rows.float().log_softmax(dim=-1)
-        highest.append(log_probs.amax(dim=-1))
-        named = log_probs.gather(-1, chosen)
+        of_all = rows.float().log_softmax(dim=-1)
+        highest.append(of_all.amax(dim=-1))
+        named = of_all.gather(-1, chosen)
         others = (1 - named.exp().sum(dim=-1, keepdim=True)).clamp(min=1e-6).log()
-        found.append(torch.cat([named, others], dim=-1))
-    return torch.cat(found), torch.cat(highest)
+        log_probs.append(torch.cat([named, others], dim=-1))
+    return torch.cat(log_probs), torch.cat(highest)
 
 
 def bounds(agreed: int, cues: int) -> tuple[float, float]:
@@ -325,13 +314,13 @@ def worst_part(places: Sequence[int], agreed: Sequence[bool]) -> WorstPart:
     groups = list(_groups(range(len(places)), parts))
     worst = min(groups, key=lambda group: sum(agreed[at] for at in group) / len(group))
     share = sum(agreed[at] for at in worst) / len(worst)
-    return {"from": _asked(places[worst[0]]).start, "to": places[worst[-1]] + ANSWER, "agreement": share}
+    return {"from": _cue_tokens(places[worst[0]]).start, "to": places[worst[-1]] + ANSWER, "agreement": share}
 
 
-def _asked(at: int) -> slice:
+def _cue_tokens(at: int) -> slice:
     """The tokens of the document that a cue asks with, whose predicted tokens begin at token `at`."""
-    end = at - GIVEN - SKIPPED
-    return slice(end - ASKED, end)
+    end = at - OPENING - SKIPPED
+    return slice(end - QUESTION, end)
 
 
 def cue_places(document: DocumentView, count: int) -> list[int]:
@@ -345,34 +334,32 @@ def cue_places(document: DocumentView, count: int) -> list[int]:
     """
     ids = document.token_ids
     prefix, last = document.protected_prefix, document.num_tokens - ANSWER
-    first = prefix + ASKED + SKIPPED + GIVEN
+    length = QUESTION + SKIPPED + OPENING
+    first = prefix + length
     allowed = [at for at in range(first, last + 1) if (at - prefix - CUE_ASKED) % CUE_EVERY]
     if document.images:
-        allowed = [at for at in allowed if not _sees_image(document, at - ASKED - SKIPPED - GIVEN, at + ANSWER)]
+        images = document.images
+        allowed = [at for at in allowed if all(end <= at - length or at + ANSWER <= begin for begin, end in images)]
     frequency = Counter(ids)
     rarity = [-math.log(frequency[token]) for token in ids]
-    taken = bytearray(document.num_tokens)
+    occupied = bytearray(document.num_tokens)
     chosen: list[int] = []
     for begins in (document.number_starts, document.name_starts, None):
         of_kind = [at for at in allowed if begins is None or begins[at]]
-        while (room := count - len(chosen)) and (free := [at for at in of_kind if _free(taken, at)]):
+        while (room := count - len(chosen)) and (free := [at for at in of_kind if _free(occupied, at)]):
             for part in _groups(free, room):
                 # Among equals the last one: sentences say what is new at their end.
-                apart = [(sum(rarity[at : at + ANSWER]), at) for at in part if _free(taken, at)]
+                apart = [(sum(rarity[at : at + ANSWER]), at) for at in part if _free(occupied, at)]
                 if apart:
                     _, best = max(apart)
-                    taken[best : best + ANSWER] = b"\1" * ANSWER
+                    occupied[best : best + ANSWER] = b"\1" * ANSWER
                     chosen.append(best)
     return sorted(chosen)
 
 
-def _sees_image(document: DocumentView, first: int, end: int) -> bool:
-    return any(begin < end and first < behind for begin, behind in document.images)
-
-
-def _free(taken: bytearray, at: int) -> bool:
+def _free(occupied: bytearray, at: int) -> bool:
     """Whether an answer that begins here overlaps no other."""
-    return not any(taken[at : at + ANSWER])
+    return not any(occupied[at : at + ANSWER])
 
 
 def _groups(items: Sequence[int], most: int) -> Iterator[Sequence[int]]:
@@ -393,8 +380,8 @@ def ask(model: PreTrainedModel, probe: Probe, past: AttachedCache) -> Iterator[T
     cues = min(past.rows_at_once, rows_at_once(model) // ANSWER)
     for ids in torch.split(probe.ids(input_device(model)), cues):
         past.reset()
-        pieces = [model(each, logits_to_keep=ANSWER, **{CACHE_ARGUMENT: past}).logits for each in past.pieces(ids)]
-        yield torch.cat(pieces, dim=1)[:, -ANSWER:].flatten(0, 1)
+        logits = [model(piece, logits_to_keep=ANSWER, **{CACHE_ARGUMENT: past}).logits for piece in past.pieces(ids)]
+        yield torch.cat(logits, dim=1)[:, -ANSWER:].flatten(0, 1)
 
 
 def ask_without(model: PreTrainedModel, probe: Probe) -> Iterator[Tensor]:

@@ -1,4 +1,4 @@
-"""What each process of a tensor parallel engine shares with the others: numbers of heads, and reduced layers."""
+"""A process among those of a tensor parallel engine: which heads it has, and how it exchanges reduced layers."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class SharedModel(ABC):
 
     def heads_of(self, rank: int, kv_heads: int) -> tuple[int, int]:
         """The first KV head of a rank, and the one behind its last, of `kv_heads` of the whole model."""
-        each = kv_heads // self.size
-        return rank * each, (rank + 1) * each
+        count = kv_heads // self.size
+        return rank * count, (rank + 1) * count
 
     def gathered(self, of_heads: Tensor) -> Tensor:
         gathered = of_heads.new_empty(self.size * of_heads.shape[0], *of_heads.shape[1:])

@@ -1,11 +1,9 @@
 """Summaries of documents: codes of keys, by which a search finds the documents that hold the words of a question.
 
-The keys of the first two layers, without their rotation, say which token stands in a place, and in the second layer
-also what stands before it. A key becomes 64 bits, the signs of random projections (SimHash, Charikar 2002), so that
-keys of similar direction differ in few bits. As in late interaction (ColBERT, Khattab and Zaharia 2020), each token of
-the question looks for its nearest code in a document; as in BM25, a find counts for more in fewer documents.
-
-A summary is no index of meaning: paraphrases are found only as far as their tokens' keys are near each other.
+The keys of the first two layers, without their rotation, depend on the token, and in the second layer also on the
+tokens before it. A key becomes 64 bits, the signs of random projections (SimHash, Charikar 2002). As in late
+interaction (ColBERT, Khattab and Zaharia 2020), each token of the question is compared with its nearest code in a
+document; as in BM25, a find counts for more in fewer documents. Paraphrases are found only as far as keys are near.
 """
 
 from __future__ import annotations
@@ -41,9 +39,8 @@ _AT_ONCE: Final = 4096
 """Keys of a document in fp32 at once: a whole layer of them would take more memory than the layer."""
 
 _TOKENS: Final = 16
-"""Tokens of a question that are compared at once: what they find in 100,000 documents takes 6 MB."""
+"""Tokens of a question that are compared at once: their distances to 100,000 documents take 6 MB."""
 
-_BITS: Final = 8 * CODE_BYTES
 _FAR_BITS: Final = 6.4
 """Codes this many bits apart have nothing in common: the cosine of their signs is 0.8."""
 
@@ -71,25 +68,22 @@ class KeyCoder:
         reference = tuple(index * vocab_size // count for index in range(count))
         keys = _first_layers(passes, rope, reference)
         projections = tuple(_projections(rows.shape[1]).to(rows.device) for rows in keys)
-        return cls(passes, rope, reference, tuple(each.mean(0) for each in keys), projections)
+        return cls(passes, rope, reference, tuple(rows.mean(0) for rows in keys), projections)
 
     def question(self, token_ids: Sequence[int]) -> list[Codes]:
         """The codes of each token of a question, by layer. The tokens stand behind the reference, because keys of the
         first few tokens of a text differ from those of the same words inside one. On the thread that owns the model."""
         keys = _first_layers(self.passes, self.rope, [*self.reference, *token_ids])
-        return [self.codes(layer, each[len(self.reference) :]) for layer, each in enumerate(keys)]
-
-    def codes(self, layer: int, keys: Tensor) -> Codes:
-        """`[N]`: one code of each key of a layer. keys: `[N, kv_heads * D]` fp32, without their rotation."""
-        return codes_of(self.signs(layer, keys))
+        return [codes_of(self.signs(layer, rows[len(self.reference) :])) for layer, rows in enumerate(keys)]
 
     def signs(self, layer: int, keys: Tensor) -> Tensor:
-        """The bits of the same codes, `[N, 64]` bool, on the device of the keys."""
+        """The bits of the code of each key of a layer, `[N, 64]` bool, on the device of the keys. keys:
+        `[N, kv_heads * D]` fp32, without their rotation."""
         return (keys - self.means[layer]) @ self.projections[layer] > 0
 
 
 class Searcher:
-    """Makes codes of questions, and what makes the summaries of documents."""
+    """Makes the codes of questions, and the coder of the summaries of documents."""
 
     def __init__(self, passes: Passes, encoder: Encoder) -> None:
         self._passes = passes
@@ -101,7 +95,7 @@ class Searcher:
 
     @cached_property
     def key_coder(self) -> KeyCoder:
-        """Makes the summaries of documents, by which a search finds them. Raises as `require` does."""
+        """Makes the summaries of documents, by which a search finds them. Raises as `require`."""
         self.require()
         return KeyCoder.of(self._passes)
 
@@ -109,10 +103,9 @@ class Searcher:
     def key_coder_or_none(self) -> KeyCoder | None:
         """As `key_coder`; None for a model whose documents have no summaries."""
         try:
-            self.require()
+            return self.key_coder
         except PolicyUnsupported:
             return None
-        return self.key_coder
 
     @property
     def summary_layers(self) -> int:
@@ -120,19 +113,19 @@ class Searcher:
         return min(LAYERS, len(self._passes.facts.kinds))
 
     def encode(self, query: str) -> list[int]:
-        """Token ids of a question for `codes`. Thread-safe. Raises `InvalidRequest` for one that is empty or longer
-        than the model takes, and as `require` does."""
+        """Token ids of a question for `codes`. Thread-safe. Raises `InvalidRequest` for a question that is empty or
+        longer than the model takes, and as `require`."""
         self.require()
         return self._encoder.search(query)
 
     def codes(self, token_ids: Sequence[int]) -> list[Codes]:
-        """What `summary.score` compares with documents: the codes of a question's tokens, by layer."""
+        """The codes of a question's tokens, by layer, which `summary.scores` compares with documents."""
         return self.key_coder.question(token_ids)
 
 
 @dataclass(eq=False)
 class SummaryMaker:
-    """Sees the layers of one prefill. first_position: of its document, as of a `DocumentView`."""
+    """Makes the summary of a document from the layers of its prefill. first_position: as of a `DocumentView`."""
 
     coder: KeyCoder | None
     num_tokens: int
@@ -206,8 +199,8 @@ class Block:
 
 def score(question: Sequence[Codes], documents: Sequence[Sequence[Codes]]) -> list[float]:
     """As `scores`, of documents that are in no block."""
-    block = Block.of(documents)
-    return [float(each) for each in scores(question, [block], np.arange(len(documents)))]
+    values: list[float] = scores(question, [Block.of(documents)], np.arange(len(documents))).tolist()
+    return values
 
 
 def scores(
@@ -224,7 +217,7 @@ def scores(
     the finds, over layers and tokens, weighed by BM25's inverse document frequency, for which finds are counted as the
     fractions that they are.
     """
-    found, weights = np.zeros(len(chosen)), 0.0
+    total, weights = np.zeros(len(chosen)), 0.0
     for layer, tokens in enumerate(question):
         for some in np.split(tokens, range(_TOKENS, len(tokens), _TOKENS)):
             bits = []
@@ -234,15 +227,15 @@ def scores(
             finds = np.maximum(0.0, 1 - np.concatenate(bits, axis=1)[:, chosen] / np.float32(_FAR_BITS))
             frequency = finds.sum(axis=1, dtype=np.float64)
             weight = np.log1p((len(chosen) - frequency + 0.5) / (frequency + 0.5))
-            found += weight @ finds
+            total += weight @ finds
             weights += weight.sum()
-    return found / weights
+    return total / weights
 
 
 def _projections(channels: int) -> Tensor:
     """`[channels, 64]` of 1 and -1, drawn by BLAKE3, so that every version and machine has the same ones."""
-    drawn = blake3(b"kvshelf.summary/1").digest(length=channels * CODE_BYTES)
-    bits = np.unpackbits(np.frombuffer(drawn, np.uint8)).reshape(channels, _BITS)
+    random = blake3(b"kvshelf.summary/1").digest(length=channels * CODE_BYTES)
+    bits = np.unpackbits(np.frombuffer(random, np.uint8)).reshape(channels, 8 * CODE_BYTES)
     return torch.from_numpy(bits.astype(np.float32) * 2 - 1)
 
 
@@ -256,12 +249,12 @@ def _plain_keys(layer: Attended, rope: Rope, start: int, end: int, first: int = 
 
 def _first_layers(passes: Passes, rope: Rope, token_ids: Sequence[int]) -> list[Tensor]:
     """The keys of each of the first layers, as of `_plain_keys`, in a pass that ends there."""
-    seen = FirstLayers(min(LAYERS, passes.model.config.num_hidden_layers))
+    observer = FirstLayers(min(LAYERS, passes.model.config.num_hidden_layers))
     device = passes.devices.inputs
     inputs = {
         "input_ids": torch.tensor([list(token_ids)], device=device),
         "position_ids": torch.arange(len(token_ids), device=device).unsqueeze(0),
     }
     with suppress(FirstLayersSeen):
-        passes.causal(inputs, seen)
-    return [_plain_keys(layer, rope, 0, layer.keys.shape[2]) for layer in seen.attended]
+        passes.causal(inputs, observer)
+    return [_plain_keys(layer, rope, 0, layer.keys.shape[2]) for layer in observer.attended]

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from kvshelf.engine.forward.calls import trace
 from kvshelf.engine.forward.lowering import lower
-from kvshelf.engine.forward.tracing import trace
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels import ans
 from kvshelf.kernels.choose import Choice, Chosen, Units, choose

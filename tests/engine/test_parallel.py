@@ -243,9 +243,9 @@ def test_what_is_left_is_forgotten_by_all(two, document, both):
     cache = two.compress(document.text, policy="knorm", compression_ratio=0.5)
     number = two.attach(cache).number
     two.answer(cache, document.questions[0].text, max_new_tokens=2)
-    assert number in two.lead._known
+    assert number in two.lead._shared
     del cache
-    assert number not in two.lead._known
+    assert number not in two.lead._shared
     assert number in two.lead._dropped
     two.answer(both("full")[0], document.questions[0].text, max_new_tokens=2)
     assert not two.lead._dropped

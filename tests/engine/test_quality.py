@@ -16,10 +16,10 @@ from kvshelf.engine.decode.generation import Sampling
 from kvshelf.engine.inputs.job import Level, shared
 from kvshelf.engine.quality import (
     ANSWER,
-    ASKED,
     CUES,
-    GIVEN,
     LEAST,
+    OPENING,
+    QUESTION,
     SKIPPED,
     VERSION,
     Probe,
@@ -232,7 +232,7 @@ KNOWN, UNKNOWN, GUESSED = [EVEN, LIKELY, SURE] * 2, [EVEN, OTHER] * 3, [[0.2, 0.
 
 def test_a_cue_agrees_where_the_first_token_that_the_document_decides_is_found():
     found = reference([KNOWN, KNOWN, UNKNOWN, KNOWN], [GUESSED] * 4)
-    assert (found.asked, found.probe.places) == (4, (20, 26, 38))  # the third is not asked again
+    assert (found.num_cues, found.probe.places) == (4, (20, 26, 38))  # the third is not asked again
     told = logits([OTHER, LIKELY, OTHER] * 2, [SURE, OTHER, SURE] * 2, [OTHER] * 6)
     assert compared(found, [told]).agreement == pytest.approx(1 / 3)
     assert compared(found, [logits(KNOWN, KNOWN, KNOWN)]).kl == pytest.approx(0, abs=1e-6)
@@ -292,7 +292,7 @@ def test_the_worst_part_is_named():
     assert worst["from"] <= 100 + 40 * 8 <= worst["to"]
     assert worst["agreement"] < 0.85
     assert worst_part([30, 40], [True, False]) == {
-        "from": 30 - ASKED - SKIPPED - GIVEN,
+        "from": 30 - QUESTION - SKIPPED - OPENING,
         "to": 40 + ANSWER,
         "agreement": 0.5,
     }
@@ -317,11 +317,11 @@ def test_answers_lie_in_the_document_apart_and_in_order(ids, prefix, count):
     prefix = min(prefix, len(ids))
     places = cue_places(DocumentView(ids, protected_prefix=prefix), count)
     assert len(places) <= count
-    room = len(ids) - prefix - ASKED - SKIPPED - GIVEN - ANSWER
+    room = len(ids) - prefix - QUESTION - SKIPPED - OPENING - ANSWER
     assert bool(places) <= (room >= 0)
     assert bool(places) >= (room >= 1)  # of two neighbours one is off the grid
     assert all(b - a >= ANSWER for a, b in pairwise(places))
-    assert all(prefix + ASKED + SKIPPED + GIVEN <= at <= len(ids) - ANSWER for at in places)
+    assert all(prefix + QUESTION + SKIPPED + OPENING <= at <= len(ids) - ANSWER for at in places)
     grid = range(prefix + CUE_ASKED, len(ids), CUE_EVERY)
     assert not any(at in grid for at in places)
 
@@ -351,7 +351,7 @@ def test_a_cue_is_in_the_models_own_form(tiny):
     assert asked.startswith("\n\n")
     assert "482" in answer
     own = job.document.token_ids
-    assert list(cue.token_ids[-ANSWER - GIVEN + 1 :]) == list(own[at - GIVEN : at + ANSWER - 1])
+    assert list(cue.token_ids[-ANSWER - OPENING + 1 :]) == list(own[at - OPENING : at + ANSWER - 1])
     assert probe.answers == (tuple(own[at : at + ANSWER]),)
     assert cue.first_position == job.num_tokens
     assert probe.prefix == tuple(job.document.token_ids[: job.document.protected_prefix])

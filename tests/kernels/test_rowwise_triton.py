@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from kvshelf.engine.forward.calls import trace
 from kvshelf.engine.forward.lowering import lower
-from kvshelf.engine.forward.tracing import trace
 from kvshelf.kernels.rowwise import row_programs
 from kvshelf.kernels.rowwise.fusing import WORDS, Fusion, Product, fused, products_of_one
 from kvshelf.kernels.rowwise.instructions import Buffer, Instruction, Place

@@ -66,7 +66,7 @@ class AttachedCache(StatefulCache):
         self.rows_at_once = max(1, _STATES_BYTES // states_bytes) if states_bytes else 1 << 30
         """How many rows one pass should have at most: each has its own copy of the document's states."""
         layers = [self._layer(document, index, longest) for index in range(document.num_layers)]
-        super().__init__(layers=reading(layers, reads or {}))
+        super().__init__(layers=with_readers(layers, reads or {}))
 
     def _layer(self, document: Attached, index: int, longest: int | None) -> AttachedLayer | StateLayer:
         states, start = document.states(index), document.next_position
@@ -84,14 +84,14 @@ class AttachedCache(StatefulCache):
 
     @contextmanager
     def begun_by(self, model: nn.Module) -> Iterator[None]:
-        """Inside the block `begin` is called before each pass of this base model over the cache. A pass that says no
+        """Inside the block `begin` is called before each pass of this base model over the cache. A pass without
         positions continues where the cache ends: not every model counts on from a cache by itself (Bamba)."""
         takes_positions = "position_ids" in inspect.signature(model.forward).parameters
 
-        def before(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-            if not any(given.get(name) is self for name in ("cache", "past_key_values")):
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+            if not any(kwargs.get(name) is self for name in ("cache", "past_key_values")):
                 return None
-            tokens = next(found for found in (*args[:1], *map(given.get, _TOKENS)) if found is not None)
+            tokens = next(value for value in (*args[:1], *map(kwargs.get, _TOKENS)) if value is not None)
             rows, count = tokens.shape[:2]
             if self._tokens_at_once is not None and count > self._tokens_at_once:
                 raise InvalidRequest(
@@ -100,12 +100,12 @@ class AttachedCache(StatefulCache):
                     "past.pieces(input_ids)`, and generate() prefill_chunk_size=1",
                     param="input_ids",
                 )
-            if takes_positions and given.get("position_ids") is None:
+            if takes_positions and kwargs.get("position_ids") is None:
                 first = self.get_seq_length()
-                given["position_ids"] = torch.arange(first, first + count, device=tokens.device).expand(rows, count)
+                kwargs["position_ids"] = torch.arange(first, first + count, device=tokens.device).expand(rows, count)
             if model.config._attn_implementation != IMPLEMENTATION:  # type: ignore[union-attr]
                 self._handover.require_none()
-            return args, given | self.begin(rows)
+            return args, kwargs | self.begin(rows)
 
         hook = model.register_forward_pre_hook(before, with_kwargs=True)
         try:
@@ -117,19 +117,19 @@ class AttachedCache(StatefulCache):
     def begin(self, rows: int) -> dict[str, Any]:
         """Prepare a pass over tokens `[rows, T]`. Returns keywords for the model's attention function. Raises
         `InvalidRequest` where the states that the pass continues are of other rows."""
-        held = next((len(state.tensor) for states in self.held() for state in states), rows)
-        if held != rows:
+        state_rows = next((len(state.tensor) for states in self.states() for state in states), rows)
+        if state_rows != rows:
             raise InvalidRequest(
-                f"the pass has {rows} rows, and the recurrent states before it are of {held}; attach the document "
-                "again for other rows",
+                f"the pass has {rows} rows, and the recurrent states before it are of {state_rows}; attach the "
+                "document again for other rows",
                 param="input_ids",
             )
         self._rows = rows
         return self._handover.begin()
 
     def pieces(self, input_ids: Tensor) -> tuple[Tensor, ...]:
-        """`input_ids` `[B, T]` as the model takes them behind the document, a pass each: all at once but for a model
-        that forgets its states."""
+        """`input_ids` `[B, T]`, split into the tokens of one pass each: one piece, but for a model that forgets its
+        states."""
         return torch.split(input_ids, self._tokens_at_once or input_ids.shape[1], dim=1)
 
     def with_document(self, input_ids: Tensor) -> Tensor:
@@ -144,11 +144,11 @@ class AttachedCache(StatefulCache):
 
 
 class UnboundedLayer(CacheLayerMixin):  # type: ignore[misc]
-    """A layer of a cache without sliding window and without a longest length. given: what it gave the model in this
-    pass, for the layers that read it."""
+    """A layer of a cache without sliding window and without a longest length. visible: the keys and values that it
+    returned in this pass, for the layers that read them."""
 
     is_sliding = False
-    given: tuple[Any, Any]
+    visible: tuple[Any, Any]
 
     def get_max_length(self) -> int:
         """-1: no longest length."""
@@ -158,19 +158,17 @@ class UnboundedLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class PassingLayer(UnboundedLayer):
-    """A layer that keeps nothing, in a pass whose positions are told. before: what it gives for its length, which a
-    model that counts positions by it (`counts_by_cache`) adds to the place of each token in the pass; `[N]`, as the
-    tokens of a pass may stand anywhere."""
+    """A layer that keeps nothing, for a pass with position ids. before: its length, which a model that counts positions
+    by the cache (`counts_by_cache`) adds to the place of each token in the pass; `[N]`, as the tokens of a pass may
+    stand anywhere."""
 
     before: int | Tensor = 0
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
-        """The states of this call's tokens, as they are."""
-        self.given = key_states, value_states
-        return self.given
+        self.visible = key_states, value_states
+        return self.visible
 
     def get_seq_length(self) -> Any:
-        """0 where the model looks at positions alone."""
         return self.before
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
@@ -178,43 +176,39 @@ class PassingLayer(UnboundedLayer):
         return (query_length if isinstance(query_length, int) else query_length.shape[0]), 0
 
     def lazy_initialization(self, *_: Any, **__: Any) -> None:
-        """Nothing to make."""
+        """There are no buffers."""
 
 
 class ReadingLayer(PassingLayer):
-    """One whose queries read the keys and values of a layer before it (`LayerKind.reads`). Its own, which the module
-    makes in vain, are dropped: they are in no cache."""
+    """A layer whose queries read the keys and values of a layer before it (`LayerKind.reads`). The keys and values that
+    its own module makes in vain are dropped: they are in no cache."""
 
     def __init__(self, read: UnboundedLayer) -> None:
         super().__init__()
         self._read = read
 
     def update(self, *_: Any, **__: Any) -> tuple[Any, Any]:
-        """What that layer gave in this pass."""
-        return self._read.given
+        """The keys and values of that layer in this pass."""
+        return self._read.visible
 
     def get_seq_length(self) -> Any:
-        """As of that layer."""
         return self._read.get_seq_length()
 
-    def reset(self) -> None:
-        """Nothing to forget."""
-
     def reorder_cache(self, *_: Any) -> None:
-        """No rows to order: that layer has them."""
+        """There are no rows of its own."""
 
-    batch_select_indices = batch_repeat_interleave = reorder_cache
+    reset = batch_select_indices = batch_repeat_interleave = reorder_cache
 
 
-def reading(layers: list[Any], reads: Mapping[int, int]) -> list[Any]:
-    """The layers of a cache, with those that read others in their places."""
+def with_readers(layers: list[Any], reads: Mapping[int, int]) -> list[Any]:
+    """The layers of a cache, in which the layers that read others are `ReadingLayer`s. reads: as `layers.readers`."""
     for layer, read in reads.items():
         layers[layer] = ReadingLayer(layers[read])
     return layers
 
 
 class HandedOn(PassingLayer):
-    """One that has latents, of a pass without a past."""
+    """A layer with latents, in a pass without a past."""
 
     def __init__(self, index: int, handover: Handover) -> None:
         super().__init__()
@@ -222,7 +216,7 @@ class HandedOn(PassingLayer):
         self._handover = handover
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Returns latents and rotated parts as they are, once the attention function will get them, too."""
+        """Returns latents and rotated parts as they are. The attention function gets them, too."""
         self._handover.give(self._index, LatentStates(key_states, value_states))
         return key_states, value_states
 
@@ -242,7 +236,6 @@ class AttachedLayer(UnboundedLayer):
         self._length = 0
 
     def lazy_initialization(self, *states: Tensor, **_: Any) -> None:
-        """Allocate the suffix buffers for this batch size."""
         self._make_room(*states)
 
     def _make_room(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -253,8 +246,8 @@ class AttachedLayer(UnboundedLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
         """Append this call's keys and values to the suffix. Returns the `AttachedStates` twice."""
         states = self._appended(key_states, value_states)
-        self.given = states, states
-        return self.given
+        self.visible = states, states
+        return self.visible
 
     def _appended(self, key_states: Tensor, value_states: Tensor) -> AttachedStates:
         if not self.is_initialized:
@@ -279,14 +272,14 @@ class AttachedLayer(UnboundedLayer):
         return AttachedStates([self.prefix], suffixes, layout, key_states, value_states, first_position=first)
 
     def _write(self, end: int, key_states: Tensor, value_states: Tensor) -> None:
-        """Put this call's keys and values into the suffix, as its last tokens up to `end`."""
+        """Write this call's keys and values as the last tokens of the suffix, which ends at `end`."""
         self.keys = _grown(self.keys, end, self._length)
         self.values = _grown(self.values, end, self._length)
         self.keys[:, :, self._length : end] = key_states
         self.values[:, :, self._length : end] = value_states
 
     def get_seq_length(self) -> int:
-        """Document and suffix: where the next token stands."""
+        """Tokens of document and suffix: the position of the next token."""
         return self.start + self._length
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
@@ -309,7 +302,6 @@ class AttachedLayer(UnboundedLayer):
     batch_select_indices = reorder_cache
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row of the suffix."""
         if self.is_initialized:
             self.keys = self.keys.repeat_interleave(repeats, dim=0)
             self.values = self.values.repeat_interleave(repeats, dim=0)
@@ -320,8 +312,6 @@ class AttachedLayer(UnboundedLayer):
 
 
 class AttachedStateLayer(StateLayer, AttachedLayer):
-    """One that has states, too."""
-
     def __init__(
         self,
         prefix: Sequence[Prefix],
@@ -339,14 +329,13 @@ class AttachedStateLayer(StateLayer, AttachedLayer):
         AttachedLayer.reset(self)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Reorder the rows of the suffix and of the states."""
         StateLayer.reorder_cache(self, beam_idx)
         AttachedLayer.reorder_cache(self, beam_idx)
 
 
 class LatentLayer(AttachedLayer):
     """An `AttachedLayer` of latents. `keys` are latents with their rotated parts, `[B, 1, capacity, rank + rope]`, and
-    `values` their first `rank` channels, not a copy. What it hands on to the module is this call's tokens alone."""
+    `values` their first `rank` channels, not a copy. The module gets this call's tokens alone."""
 
     def __init__(
         self,
@@ -388,12 +377,12 @@ class AttachedStates:
     Deliberately not a tensor: another attention function would silently attend to a tensor of the suffix alone, and
     answer without the document.
 
-    prefixes, suffixes and layout are those of `prefix_attention`. `new_keys` `[B, kv_heads, T, D]` and `new_values` are
-    those of this call's tokens. `first_position`: where the call has to begin; None if the caller has set the
-    positions. `weigh`: where given, all tokens see all documents, prefixes are those of each, and it is called with the
-    masses of `attention_by_document`. `choose`: where given, it is called with the queries `[B * T, q_heads, D]`
-    before the attention, and sets what selected prefixes read. `weights`: where given, it is called with the number of
-    query heads, and makes room for the weights of the rows that ask for theirs.
+    prefixes, suffixes, layout: those of `prefix_attention`. new_keys, new_values: of this call's tokens,
+    `[B, kv_heads, T, D]`. first_position: where the call has to begin; None if the caller has set the positions.
+    weigh: called with the masses of `attention_by_document`; then all tokens see all documents, and each of these has
+    its own prefixes. choose: called with the queries `[B * T, q_heads, D]` before the attention; sets what selected
+    prefixes read. weights: called with the number of query heads; makes room for the weights of the rows that ask for
+    theirs.
     """
 
     prefixes: Sequence[Sequence[Prefix]]

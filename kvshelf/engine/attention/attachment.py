@@ -6,6 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import count
 from threading import Lock
@@ -30,7 +31,7 @@ from kvshelf.artifact.records import (
     states_of,
     tensors_of,
 )
-from kvshelf.engine.attention.sending import Sending, reading
+from kvshelf.engine.attention.sending import Sending, of_heads
 from kvshelf.errors import BlobError, KvshelfError
 from kvshelf.kernels import ans
 from kvshelf.kernels.choose import Units
@@ -48,17 +49,16 @@ Records = tuple[Future[LayerRecord], ...]
 """The layers of a document."""
 
 _NUMBERS = count()
-"""Of attachments, in the order in which they were made."""
+"""Numbers of attachments, in the order in which they are made."""
 
 BYTES_TOGETHER = 1 << 30
-"""Bytes of the codes that a card decodes at once, or of one layer, if it has more: 4 layers of 32k tokens of the 8B
-shape. Their rows take half of it beside, and what is made of one layer at a time twice that layer's codes."""
+"""Most bytes of codes that a card decodes at once, unless one layer has more: 4 layers of 32k tokens of the 8B shape.
+Their rows take half of it beside, and the tensors in between twice the codes of one layer."""
 
 _ON_A_CARD = Lock()
-"""Held while a card decodes, so that documents that are attached at the same time take that memory one after the other.
-"""
+"""Locked while a card decodes, so that documents that are attached at the same time take that memory in turn."""
 
-_SELECTORS_HELD = 4
+_MOST_SELECTORS = 4
 """Selectors whose units an attachment keeps: requests set their parameters, and each would take memory."""
 
 
@@ -67,9 +67,9 @@ def next_number() -> int:
     return next(_NUMBERS)
 
 
-def block(reading: Future[Any]) -> None:
+def block(future: Future[Any]) -> None:
     """The `Wait` that blocks. An error is raised where the result is read."""
-    reading.exception()
+    future.exception()
 
 
 class Attachment:
@@ -89,11 +89,11 @@ class Attachment:
         heads: tuple[int, int] | None = None,
         number: int | None = None,
     ) -> None:
-        """devices: of each layer. `rotate` applies the model's RoPE; records whose keys carry no rotation need it, and
-        raise `StateConflict` without. A coded cache is decoded, each layer as soon as it arrives, on threads of its
-        own, by `coder` under codec klt, or where it has residuals. heads: the first KV head that attention reads here
-        and the one behind the last, where other processes read the others. number: the attachment's, which orders
-        documents in a step; where several processes step together, the same in each."""
+        """devices: of each layer. rotate: applies the model's RoPE; records whose keys carry no rotation need it, and
+        raise `StateConflict` without. coder: of codec klt, or of residuals; a coded cache is decoded on threads of its
+        own, each layer as soon as it arrives. heads: the first KV head that attention reads here and the one behind the
+        last, where other processes read the others. number: orders documents in a step; the same in all processes
+        that step together."""
         self.number = next_number() if number is None else number
         self.identity = cache.identity
         self.num_tokens = cache.num_tokens
@@ -115,7 +115,7 @@ class Attachment:
 
     @property
     def parts(self) -> tuple[Attachment, ...]:
-        """The documents of which this is made: itself alone."""
+        """This document alone."""
         return (self,)
 
     @property
@@ -130,8 +130,8 @@ class Attachment:
 
     @property
     def arrived(self) -> bool:
-        """Whether every layer has arrived, on a card is on its way to it, or has failed."""
-        self._arrived = self._arrived or all(layer.done() for layer in self._awaited)  # asked before every step
+        """Whether every layer has arrived, or for a card has been sent, or has failed."""
+        self._arrived = self._arrived or all(layer.done() for layer in self._awaited)  # kept: read before every step
         return self._arrived
 
     @property
@@ -141,7 +141,7 @@ class Attachment:
 
     @property
     def _awaited(self) -> Sequence[Future[Any]]:
-        """Of each layer what is done once attention can read it."""
+        """For each layer the future that is done once attention can read it."""
         return self._records if self._sending is None else self._sending.sent
 
     def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]:
@@ -155,30 +155,31 @@ class Attachment:
         return self._prefixes[layer]
 
     def outlines(self, layer: int) -> tuple[Prefix, ...]:
-        """The same prefixes; of a cache that is read in part, with rows that may not be here: see `bring`."""
+        """As `prefixes`; of a cache that is read in part, with rows that may not be in memory: see `bring`."""
         return self.prefixes(layer)
 
     def bring(self, layer: int, rows: Sequence[Tensor], wait: Wait = block) -> None:
-        """Have these rows of every head here. rows: of each of the `outlines`. `wait` and errors as for `prefixes`."""
+        """Read these rows of every head into memory. rows: of each of the `outlines`. `wait` and errors as for
+        `prefixes`."""
 
     def close(self) -> None:
-        """Free what a cache that is read in part keeps open. Later reads raise `StoreUnavailable`."""
+        """Close the file of a cache that is read in part. Later reads raise `StoreUnavailable`."""
 
     def entries(self, layer: int) -> tuple[PackedRecord, ...]:
-        """The records of this layer's entries that attention reads here, as many as there are `prefixes`. Waits until
-        it has arrived, with errors as for these."""
-        found = entries_of(reading(self._record(layer, block), self._heads))
-        return () if found is None else parts_of(found)
+        """The records of this layer's entries that attention reads here, one for each of the `prefixes`. Waits until
+        the layer has arrived; errors as for these."""
+        entries = entries_of(of_heads(self._record(layer, block), self._heads))
+        return () if entries is None else parts_of(entries)
 
     def units(self, selector: UnitSelector, layer: int) -> list[tuple[PackedPrefix, Units]]:
         """The prefixes of this layer, which are packed, each with the units that a selector chooses from. Made once for
-        all questions with an equal selector. Any thread may ask, once the layer has arrived."""
-        while selector not in self._units and len(self._units) >= _SELECTORS_HELD:
+        all questions with an equal selector. Thread-safe, once the layer has arrived."""
+        while selector not in self._units and len(self._units) >= _MOST_SELECTORS:
             self._units.pop(next(iter(self._units)), None)
         layers = self._units.setdefault(selector, {})
         if layer not in layers:
-            found = self.outlines(layer) if Needs.INDEX in selector.needs else self.prefixes(layer)
-            packed = tuple(prefix for prefix in found if isinstance(prefix, PackedPrefix))
+            prefixes = self.outlines(layer) if Needs.INDEX in selector.needs else self.prefixes(layer)
+            packed = tuple(prefix for prefix in prefixes if isinstance(prefix, PackedPrefix))
             stored = StoredLayer(layer, packed, self.entries(layer), self.num_tokens, self.sentence_ends)
             layers[layer] = list(zip(packed, selector.units(stored), strict=True))
         return layers[layer]
@@ -190,43 +191,38 @@ class Attachment:
 
     @cached_property
     def read_bytes(self) -> int:
-        """Bytes that a token reads which attends to all: what the layers hold but the positions and columns of
+        """Bytes that a token reads which attends to all: those of the layers without the positions and columns of
         entries, which no attention reads. All layers must have arrived."""
         records = [self._record(layer, block) for layer in range(self.num_layers)]
-        found = (entries for record in records if (entries := entries_of(record)) is not None)
-        unread = sum(part.unread_bytes for entries in found for part in parts_of(entries))
+        unread = sum(part.unread_bytes for entries in self.layers() for part in parts_of(entries))
         return sum(record.nbytes for record in records) - unread
 
     def stored(self, codec: str) -> CompressedCache | None:
-        """The cache itself, of this codec, once all layers have arrived; None under one whose rows are decoded
-        here. It has no summary. Raises the error of a layer that could not be read."""
-        return None if self._coded else self._whole(codec)
+        """The cache, without its summary, under its codec, once all layers have arrived; None for one whose rows are
+        decoded here. Raises the error of a layer that could not be read."""
+        return None if self._coded else replace(self.decoded(), codec=codec)
 
     def decoded(self) -> CompressedCache:
         """The cache with its rows as they are read here, as if of codec none. Otherwise as `stored`."""
-        return self._whole("none")
-
-    def _whole(self, codec: str) -> CompressedCache:
         layers = tuple(self._record(layer, block) for layer in range(self.num_layers))
-        return CompressedCache(layers, self.num_tokens, self.next_position, self.identity, codec, self.sentence_ends)
+        return CompressedCache(layers, self.num_tokens, self.next_position, self.identity, "none", self.sentence_ends)
 
     def states(self, layer: int, wait: Wait = block) -> tuple[State, ...]:
-        """The states of this layer behind the document's last token. They must not be changed. `wait` and errors as for
+        """The states of this layer behind the document's last token, not to be changed. `wait` and errors as for
         `prefixes`."""
         if layer not in self._states:
             self._receive(layer, wait)
         return self._states[layer]
 
     def layers(self, wait: Wait = block) -> list[Entries]:
-        """The entries of all layers and heads, once they have arrived, of a model whose every layer has some. `wait`
-        and errors as for `prefixes`."""
-        found = (entries_of(self._record(layer, wait)) for layer in range(self.num_layers))
-        return [entries for entries in found if entries is not None]
+        """The entries, of all heads, of the layers that have some, once they have arrived. `wait` and errors as for
+        `prefixes`."""
+        records = (self._record(layer, wait) for layer in range(self.num_layers))
+        return [entries for record in records if (entries := entries_of(record)) is not None]
 
     def _receive(self, layer: int, wait: Wait) -> None:
-        """Have the layer for attention, once it can read it."""
         if self._sending is None:
-            self._take(layer, reading(self._record(layer, wait), self._heads).to(self._devices[layer]))
+            self._take(layer, of_heads(self._record(layer, wait), self._heads).to(self._devices[layer]))
             return
         _wait_for(self._sending.sent[layer], wait)
         with self._receiving:
@@ -235,7 +231,6 @@ class Attachment:
                 self._sending.release(layer)
 
     def _take(self, layer: int, record: LayerRecord) -> None:
-        """Have a layer for attention, which is there."""
         entries = entries_of(record)
         self._states[layer] = states_of(record)
         self._prefixes[layer] = () if entries is None else entries.prefixes(self._rotate)
@@ -246,11 +241,11 @@ class Attachment:
 
 
 class PartialAttachment(Attachment):
-    """A document of which rows are read from the shelf once a question needs them, on a CPU. A selector that needs
-    an index reads some; whoever asks for `prefixes` reads all of a layer.
+    """A document whose rows are read from the shelf once a question needs them, on a CPU. A selector that needs an
+    index reads some rows; `prefixes` reads all of a layer.
 
-    It has arrived when all rows are here: until then its questions take steps of their own, so that the others go on
-    while rows are read. Close it, or the store's file stays open.
+    It has arrived when all rows are in memory: until then its questions take steps of their own, so that the others go
+    on while rows are read. Close it, or the store's file stays open.
     """
 
     def __init__(self, cache: PartialCache, device: torch.device, rotate: Rotate | None) -> None:
@@ -273,22 +268,21 @@ class PartialAttachment(Attachment):
         return self._failed
 
     def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]:
-        found = self.outlines(layer)
         self._fetch(layer, range(self._opened(layer).num_runs), wait)
-        return found
+        return self.outlines(layer)
 
     def outlines(self, layer: int) -> tuple[Prefix, ...]:
         return super().prefixes(layer)
 
     def bring(self, layer: int, rows: Sequence[Tensor], wait: Wait = block) -> None:
-        of_layer = self._opened(layer)
-        wanted = [
-            runs[number]
-            for own, runs, run_rows in zip(rows, of_layer.runs, of_layer.run_rows, strict=True)
-            if runs
-            for number in set((own // run_rows).tolist())
+        opened = self._opened(layer)
+        runs = [
+            of_part[number]
+            for part_rows, of_part, run_rows in zip(rows, opened.runs, opened.run_rows, strict=True)
+            if of_part
+            for number in set((part_rows // run_rows).tolist())
         ]
-        self._fetch(layer, wanted, wait)
+        self._fetch(layer, runs, wait)
 
     def close(self) -> None:
         self._reader.submit(self._cache.close)  # it waits for a read
@@ -304,27 +298,27 @@ class PartialAttachment(Attachment):
             raise
 
     def _fetch(self, layer: int, runs: Iterable[int], wait: Wait) -> None:
-        of_layer = self._opened(layer)
-        missing = set(runs) - of_layer.fetched
+        opened = self._opened(layer)
+        missing = set(runs) - opened.fetched
         if not missing:
             return
-        reading = self._reader.submit(of_layer.fetch, missing)
-        while not reading.done():
-            wait(reading)
-        self._failed = self._failed or reading.exception() is not None
-        reading.result()
+        fetching = self._reader.submit(opened.fetch, missing)
+        _wait_for(fetching, wait)
+        self._failed = self._failed or fetching.exception() is not None
+        fetching.result()
 
 
-def _wait_for(layer: Future[Any], wait: Wait) -> None:
-    while not layer.done():
-        wait(layer)
+def _wait_for(future: Future[Any], wait: Wait) -> None:
+    while not future.done():
+        wait(future)
 
 
 class JointAttachment:
-    """Several documents that one question sees: to a batch they are one, whose prefixes are those of all.
+    """Several documents that one question sees, with the attributes of an `Attachment`: prefixes and entries are those
+    of all documents in order.
 
-    Each stays at its own positions, none sees another, and the question stands behind the longest. Their layers attend
-    to every entry; `Engine.joined` refuses others.
+    Each document stays at its own positions, none sees another, and the question stands behind the longest. Their
+    layers attend to every entry; `Engine.joined` refuses others.
     """
 
     def __init__(self, parts: Sequence[Attachment]) -> None:
@@ -338,29 +332,23 @@ class JointAttachment:
 
     @property
     def arrived(self) -> bool:
-        """Whether every layer of each document has arrived or failed."""
         return all(part.arrived for part in self.parts)
 
     def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]:
-        """Of all documents, in order. `wait` and errors as for an `Attachment`."""
         return tuple(prefix for part in self.parts for prefix in part.prefixes(layer, wait))
 
     def outlines(self, layer: int) -> tuple[Prefix, ...]:
-        """As of an `Attachment`, of all documents, in order."""
         return tuple(prefix for part in self.parts for prefix in part.outlines(layer))
 
     def entries(self, layer: int) -> tuple[PackedRecord, ...]:
-        """As of an `Attachment`, of all documents, in order."""
         return tuple(record for part in self.parts for record in part.entries(layer))
 
     @property
     def read_tokens(self) -> int:
-        """As of an `Attachment`, of all documents together."""
         return sum(part.read_tokens for part in self.parts)
 
     @property
     def read_bytes(self) -> int:
-        """As of an `Attachment`, of all documents together."""
         return sum(part.read_bytes for part in self.parts)
 
     def states(self, layer: int, wait: Wait = block) -> tuple[State, ...]:  # noqa: ARG002
@@ -370,8 +358,8 @@ class JointAttachment:
 
 def entries_read(layers: Iterable[Sequence[Prefix]]) -> int:
     """Entries of a KV head that a token reads: the mean over heads, and over the layers that have some."""
-    found = [sum(map(_mean_length, prefixes)) for prefixes in layers if prefixes]
-    return round(sum(found) / max(1, len(found)))
+    lengths = [sum(map(_mean_length, prefixes)) for prefixes in layers if prefixes]
+    return round(sum(lengths) / max(1, len(lengths)))
 
 
 def _mean_length(prefix: Prefix) -> float:
@@ -381,7 +369,7 @@ def _mean_length(prefix: Prefix) -> float:
 
 
 Attached = Attachment | JointAttachment
-"""What the tokens of a question see before their own."""
+"""The documents that the tokens of a question see."""
 
 
 def _is_sent(cache: CompressedCache | ArrivingCache | PartialCache, devices: Sequence[torch.device]) -> bool:
@@ -389,7 +377,7 @@ def _is_sent(cache: CompressedCache | ArrivingCache | PartialCache, devices: Seq
     if all(device.type != "cuda" for device in devices):
         return False
     layers = cache.layers if isinstance(cache, CompressedCache) else ()
-    return not layers or any(devices_of(layer) - {own} for layer, own in zip(layers, devices, strict=True))
+    return not layers or any(devices_of(layer) - {device} for layer, device in zip(layers, devices, strict=True))
 
 
 def _records_of(
@@ -399,7 +387,7 @@ def _records_of(
     if isinstance(cache, PartialCache):
         return ()  # `PartialAttachment` has its own
     if isinstance(cache, CompressedCache):
-        # Streams are there, and the work that decodes them beside a card's other work is behind none of it.
+        # Streams are decoded from the CPU, where they wait for no other work of a card.
         records = _arrived((cache.to("cpu") if cache.coded else cache).layers)
     else:
         records = cache.layers
@@ -413,9 +401,9 @@ def _records_of(
 
         def together(layers: dict[int, LayerRecord]) -> dict[int, LayerRecord]:
             with beside(device) as lend:
-                made = plain_layers(layers, coder, cache.repositioned, device)
-                lend(tensors_of(made.values()))
-            return made
+                decoded = plain_layers(layers, coder, cache.repositioned, device)
+                lend(tensors_of(decoded.values()))
+            return decoded
 
         return _decoded_together(records, together, alone)
     # A product of matrices has all threads of the processor for itself.
@@ -423,7 +411,7 @@ def _records_of(
 
 
 def _decoded(records: Records, decode: Callable[[int, LayerRecord], LayerRecord], at_once: int) -> Records:
-    """The layers once they are decoded; so many at a time."""
+    """The layers once they are decoded, `at_once` at a time."""
     threads = ThreadPoolExecutor(at_once, "kvshelf-decode")
     decoded: Records = tuple(Future() for _ in records)
 
@@ -440,9 +428,9 @@ def _decoded_together(
     together: Callable[[dict[int, LayerRecord]], dict[int, LayerRecord]],
     alone: Callable[[int, LayerRecord], LayerRecord],
 ) -> Records:
-    """The layers once they are decoded, on a device that takes as long for many as for one: those that arrive meanwhile
-    are the next ones. Where a stream is unsound, or the device is short of memory, the CPU decodes them, and says which
-    layer cannot be."""
+    """The layers once they are decoded, on a device that takes as long for many as for one: the layers that arrive
+    meanwhile are the next ones. Where a stream is unsound, or the device is short of memory, the CPU decodes them one
+    by one, and only the layer that cannot be decoded fails."""
     thread = ThreadPoolExecutor(1, "kvshelf-decode")
     decoded: Records = tuple(Future() for _ in records)
     waiting: deque[tuple[int, LayerRecord]] = deque()
@@ -455,27 +443,27 @@ def _decoded_together(
             thread.submit(decode)
 
     def decode() -> None:
-        there: dict[int, LayerRecord] = {}
+        layers: dict[int, LayerRecord] = {}
         nbytes = 0
-        while waiting and (not there or nbytes + codes_bytes(waiting[0][1]) <= BYTES_TOGETHER):
+        while waiting and (not layers or nbytes + codes_bytes(waiting[0][1]) <= BYTES_TOGETHER):
             index, layer = waiting.popleft()
-            there[index], nbytes = layer, nbytes + codes_bytes(layer)
-        if not there:  # decoded with those before
+            layers[index], nbytes = layer, nbytes + codes_bytes(layer)
+        if not layers:  # decoded with those before
             return
-        made: dict[int, LayerRecord] = {}
+        plain: dict[int, LayerRecord] = {}
         try:
             with _ON_A_CARD:
-                made = together(there)
+                plain = together(layers)
         except (BlobError, torch.OutOfMemoryError) as error:
-            _LOG.warning("layers %s of a cache are decoded on the CPU: %s: %s", [*there], type(error).__name__, error)
+            _LOG.warning("layers %s of a cache are decoded on the CPU: %s: %s", [*layers], type(error).__name__, error)
         except Exception as error:  # any other: threads wait for the layers
-            for index in there:
+            for index in layers:
                 decoded[index].set_exception(error)
             return
-        for index, layer in there.items():
-            _settle(decoded[index], lambda: made[index] if made else alone(index, layer))  # noqa: B023 - called at once
+        for index, layer in layers.items():
+            _settle(decoded[index], lambda: plain[index] if plain else alone(index, layer))  # noqa: B023 - called at once
 
-    def watch() -> None:  # on the thread that decodes, so that all that are there are so before it begins
+    def watch() -> None:  # on the thread that decodes: all layers that have arrived are waiting before it begins
         for index, record in enumerate(records):
             record.add_done_callback(partial(begin, index))
 

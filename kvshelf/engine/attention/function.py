@@ -1,9 +1,5 @@
-"""The attention function that transformers calls while an engine works.
-
-It is registered under the name "kvshelf" in transformers' public registries. An engine selects it for one call, a
-scheduler for as long as it runs; both restore the previous function. It does three things and refuses everything else:
-causal attention, attention over an attached cache, and passing the states of each layer to the call's `ForwardContext`.
-"""
+"""The attention function of an engine, "kvshelf" in transformers' public registries: causal attention, attention over
+an attached cache, and the states of each layer for the call's `ForwardContext`. It refuses everything else."""
 
 from __future__ import annotations
 
@@ -45,12 +41,12 @@ _CHANGES_THE_RESULT = ("position_bias", "cu_seq_lens_q", "cu_seq_lens_k", "block
 class Attended:
     """States of the call's own tokens in the attention of one layer.
 
-    queries: `[B, q_heads, T, D]`, keys: `[B, kv_heads, T, D]`, values: `[B, kv_heads, T, Dv]`. lse: the log-sum-exps of
-    the scaled logits of every token before the probe passes, `[B, q_heads, T - probes]` fp32, natural logarithms; None
-    where the attention function in use does not return them. `module` is the model's attention module. window, chunk:
-    what a query sees: see `LogitRules`. latents: where a module with latents was given a cache, `[B, 1, T, rank]` and
-    the rotated parts `[B, 1, T, rope]`, of which the module made keys and values. call: that of the module, and inputs:
-    those of the layer `[B, T, width]`, where a policy needs them. softcap: of logits, as of `LogitRules`.
+    module: the model's attention module. queries: `[B, q_heads, T, D]`, keys: `[B, kv_heads, T, D]`, values:
+    `[B, kv_heads, T, Dv]`. lse: the log-sum-exps of the scaled logits of every token before the probe passes,
+    `[B, q_heads, T - probes]` fp32, natural logarithms; None where the attention function in use does not return them.
+    window, chunk, softcap: as of `LogitRules`. latents: of a module with latents and a cache, `[B, 1, T, rank]` and the
+    rotated parts `[B, 1, T, rope]`, of which the module made keys and values. call: that of the module, and inputs:
+    those of the layer `[B, T, width]`, where a policy needs them.
     """
 
     module: nn.Module
@@ -68,16 +64,17 @@ class Attended:
 
     @property
     def layer_idx(self) -> int:
-        """Of the module: see `layer_index`."""
         return layer_index(self.module)
 
 
 def joined(pieces: Sequence[Attended]) -> Attended:
-    """What a layer saw of tokens that came in several calls, as of one."""
-    queries, keys, values = (
-        torch.cat([getattr(each, name) for each in pieces], dim=2) for name in ("queries", "keys", "values")
+    """The states of a layer in several calls, one behind the other, as of one call."""
+    return replace(
+        pieces[0],
+        queries=torch.cat([piece.queries for piece in pieces], dim=2),
+        keys=torch.cat([piece.keys for piece in pieces], dim=2),
+        values=torch.cat([piece.values for piece in pieces], dim=2),
     )
-    return replace(pieces[0], queries=queries, keys=keys, values=values)
 
 
 def layer_index(module: nn.Module) -> int:
@@ -94,10 +91,10 @@ def layer_index(module: nn.Module) -> int:
 class ForwardContext(Protocol):
     """Observer of one forward pass, called after the attention of each layer. It may raise to end the pass.
 
-    `probe_lengths`: lengths of the probe passes, which are the call's last tokens. Each pass sees its own tokens and
-    the tokens before the first pass, but no other pass. `reads_attention`: whether it uses what attention computes; if
-    not, the last layer of a pass without logits has none, and no log-sum-exps. `hides`: whether it is to be called
-    before the attention over an attached cache, too, as it may hide tokens from those behind them.
+    probe_lengths: lengths of the probe passes, which are the call's last tokens. Each pass sees its own tokens and the
+    tokens before the first pass, but no other pass. reads_attention: whether it reads results of attention; if not, the
+    last layer of a pass without logits has no attention, and no log-sum-exps. hides: whether `before_attention` is to
+    be called before the attention over an attached cache, as it may hide tokens from those behind them.
     """
 
     @property
@@ -120,7 +117,7 @@ class ForwardContext(Protocol):
 
 @contextmanager
 def kvshelf_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Inside the block the model runs kvshelf's attention in eval mode; afterwards it is exactly as it was before."""
+    """Inside the block the model runs kvshelf's attention in eval mode; then it is as before."""
     with attention_selected(model, IMPLEMENTATION, attention):
         yield
 
@@ -160,11 +157,11 @@ def attention(
     handover: Handover | None = kwargs.get(LATENTS)
     latents = None if handover is None else handover.take(layer_index(module))
     lse = None
-    behind = None if latents is None else latents.attend(query, rules, kwargs.get("position_ids"))
-    if behind is not None:
+    over_past = None if latents is None else latents.attend(query, rules, kwargs.get("position_ids"))
+    if over_past is not None:
         assert isinstance(key, Tensor)
         assert isinstance(value, Tensor)
-        new_keys, new_values, out = key, value, behind
+        new_keys, new_values, out = key, value, over_past
     elif isinstance(key, AttachedStates):
         key.check_positions(kwargs.get("position_ids"))
         new_keys, new_values = key.new_keys, key.new_values
@@ -178,14 +175,24 @@ def attention(
         out = out.transpose(1, 2)
     if context is not None:
         cached = None if latents is None else (latents.latents, latents.rotated)
-        sees = rules.window, rules.chunk
-        states = query, new_keys, new_values, rules.scale, lse
-        context.after_attention(Attended(module, *states, *sees, cached, softcap=rules.softcap))
+        attended = Attended(
+            module,
+            query,
+            new_keys,
+            new_values,
+            rules.scale,
+            lse,
+            rules.window,
+            rules.chunk,
+            cached,
+            softcap=rules.softcap,
+        )
+        context.after_attention(attended)
     return out.contiguous(), None
 
 
 def logit_rules(module: nn.Module, scale: float, options: dict[str, Any]) -> LogitRules:
-    """What a call of the attention function by this module says about logits."""
+    """The rules for logits in a call of the attention function by this module. options: the call's keywords."""
     sinks = options.get("s_aux")
     softcap = options.get("softcap") or 0.0
     config = getattr(module, "config", None)
@@ -215,28 +222,25 @@ def _with_probes(
     """Causal attention of a document, and of each probe pass over the document and the pass itself. Also returns the
     document's log-sum-exps, as in `Attended`."""
     end = query.shape[2] - sum(probe_lengths)
-    length = key.shape[2] - sum(probe_lengths)  # with a cache of transformers, more than the call's own tokens
+    start = length = key.shape[2] - sum(probe_lengths)  # with a cache of transformers, more than the call's own tokens
     prefix = [StackedPrefix(key[0, :, :length], value[0, :, :length])]
     of_document, lse = _causal(query[:, :, :end], key[:, :, :length], value[:, :, :length], rules)
     outs = [of_document]
-    for each, same in groupby(probe_lengths):
+    for size, neighbours in groupby(probe_lengths):
         # One call for neighbours of one length: the cues of a document are hundreds of passes of a dozen tokens.
-        passes = len(list(same))
-        tokens = passes * each
-        rows = SuffixRows((each,) * passes, tuple(range(0, tokens, each)), each)
-        own_keys, own_values = (_per_pass(states[0, :, length : length + tokens], passes) for states in (key, value))
-        of_passes = query[0, :, end : end + tokens].transpose(0, 1)  # [passes * T, q_heads, D]
-        layout = BatchLayout((tokens,), (rows,), query.device, (key.shape[2] - sum(probe_lengths),))
-        out = prefix_attention(of_passes, [prefix], [(own_keys, own_values)], layout, rules)  # [tokens, q_heads, Dv]
+        passes = len(list(neighbours))
+        tokens = passes * size
+        rows = SuffixRows((size,) * passes, tuple(range(0, tokens, size)), size)
+        suffix_keys, suffix_values = (  # [passes, kv_heads, T, D or Dv]
+            states[0, :, start : start + tokens].reshape(states.shape[1], passes, size, states.shape[3]).transpose(0, 1)
+            for states in (key, value)
+        )
+        queries = query[0, :, end : end + tokens].transpose(0, 1)  # [passes * T, q_heads, D]
+        layout = BatchLayout((tokens,), (rows,), query.device, (length,))
+        out = prefix_attention(queries, [prefix], [(suffix_keys, suffix_values)], layout, rules)  # [tokens, heads, Dv]
         outs.append(out.transpose(0, 1).unsqueeze(0))
-        length, end = length + tokens, end + tokens
+        start, end = start + tokens, end + tokens
     return torch.cat(outs, dim=2) if probe_lengths else of_document, lse
-
-
-def _per_pass(states: Tensor, passes: int) -> Tensor:
-    """`[heads, passes * T, D]` as `[passes, heads, T, D]`."""
-    heads, _, dim = states.shape
-    return states.reshape(heads, passes, -1, dim).transpose(0, 1)
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, rules: LogitRules) -> tuple[Tensor, Tensor | None]:
@@ -245,20 +249,17 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, rules: LogitRules) -> tup
         return _causal_in_chunks(query, key, value, rules, rules.chunk), None
     if rules.window is not None and num_keys <= rules.window:
         rules = replace(rules, window=None)
-    if not rules.plain or (num_queries == num_keys and _tells_lse(query, key, value)):
+    if not rules.plain or (num_queries == num_keys and _returns_lse(query, key, value)):
         return causal_attention(query, key, value, rules)
-    if num_queries in (1, num_keys):
-        out = F.scaled_dot_product_attention(
-            query, key, value, scale=rules.scale, is_causal=num_queries > 1, enable_gqa=True
-        )
-        return out, None
-    visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril(num_keys - num_queries)
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=rules.scale, enable_gqa=True)
+    visible, causal = None, 1 < num_queries == num_keys
+    if num_queries not in (1, num_keys):
+        visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril(num_keys - num_queries)
+    out = F.scaled_dot_product_attention(query, key, value, visible, 0.0, causal, scale=rules.scale, enable_gqa=True)
     return out, None
 
 
 def _causal_in_chunks(query: Tensor, key: Tensor, value: Tensor, rules: LogitRules, chunk: int) -> Tensor:
-    """Chunk by chunk, as none sees another."""
+    """As `_causal`, chunk by chunk, as no chunk sees another."""
     if query.shape[2] != key.shape[2]:
         raise PolicyUnsupported(
             "a layer with chunked attention continues a cache that is not kvshelf's, and nothing says where its chunks "
@@ -269,7 +270,7 @@ def _causal_in_chunks(query: Tensor, key: Tensor, value: Tensor, rules: LogitRul
     return torch.cat([_causal(q, k, v, within)[0] for q, k, v in parts], dim=2)
 
 
-def _tells_lse(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def _returns_lse(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether torch would run a whole causal call by the attention function that returns log-sum-exps.
 
     On a CPU only: kvshelf has not tested those of CUDA's functions.

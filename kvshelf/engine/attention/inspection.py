@@ -1,5 +1,5 @@
-"""What a model's forward pass shows before any document: the shapes of its layers, and whether kvshelf sees all of its
-attention. A configuration does not tell."""
+"""Passes over a few tokens before any document: they show the shapes of a model's layers, and whether kvshelf sees all
+of its attention, which a configuration does not say."""
 
 from __future__ import annotations
 
@@ -35,75 +35,69 @@ _ALIKE = 1e-2
 def layer_shapes(
     model: PreTrainedModel, kinds: Sequence[LayerKind], absorbed: Mapping[int, Absorbed]
 ) -> tuple[LayerShape, ...]:
-    """The shape of what each layer caches, from a pass over two tokens behind an empty document. absorbed: the layers
-    that have latents.
+    """The shapes of the states that each layer caches, from a pass over two tokens behind an empty document. absorbed:
+    the layers that have latents.
 
     Raises `PolicyUnsupported` for a model that changes cached states before it attends, that attends more than once in
-    a layer, that counts positions in its own way, or whose layers are not of these kinds: behind a document it would
-    say something else than by itself.
+    a layer, that counts positions in its own way, or whose layers are not of these kinds: its answers behind a document
+    would be others than by itself.
     """
     tokens = torch.ones(1, 2, dtype=torch.int64, device=input_device(model))
-    observer, kind = _ShapeObserver(attending(kinds)), type(model).__name__
+    observer, name = _ShapeObserver(attending(kinds)), type(model).__name__
     handover = Handover(absorbed)
-    layers = [_empty(index, each, absorbed, handover) for index, each in enumerate(kinds)]
-    cache = cache_class(StatefulCache, model)(layers=attached.reading(layers, readers(kinds)))
-    given = {attached.CACHE_ARGUMENT: cache, CONTEXT: observer, **handover.begin()}
+    layers = [_empty(index, kind, absorbed, handover) for index, kind in enumerate(kinds)]
+    cache = cache_class(StatefulCache, model)(layers=attached.with_readers(layers, readers(kinds)))
+    kwargs = {attached.CACHE_ARGUMENT: cache, CONTEXT: observer, **handover.begin()}
     with torch.no_grad(), kvshelf_attention(model):
         try:
-            model.base_model(input_ids=tokens, use_cache=True, **given)
+            model.base_model(input_ids=tokens, use_cache=True, **kwargs)
         except StateConflict as error:
             raise PolicyUnsupported(
-                f"{kind} works on cached keys or values before it attends, so kvshelf cannot attach a document to it",
+                f"{name} works on cached keys or values before it attends, so kvshelf cannot attach a document to it",
                 param="model",
             ) from error
         except AttributeError as error:
             if not isinstance(error.obj, StatefulCache | attached.AttachedLayer | StateLayer):
                 raise
             raise PolicyUnsupported(
-                f"{kind} asks its cache for {error.name}, which a cache of keys and values has not", param="model"
+                f"{name} asks its cache for {error.name}, which a cache of keys and values has not", param="model"
             ) from error
         if observer.first_keys is not None and not close(_keys_at(model, tokens), observer.first_keys, _ALIKE):
             raise PolicyUnsupported(
-                f"{kind} does not count positions from 0 as kvshelf does, so what it stores would stand elsewhere than "
+                f"{name} does not count positions from 0 as kvshelf does, so what it stores would stand elsewhere than "
                 "where the model puts it",
                 param="model",
             )
     require_every_layer(observer.layers, attending(kinds))
-    for index, each in enumerate(kinds):
-        if each.attends:
-            _require_window(index, observer.layers[index].window, each.window)
+    for index, kind in enumerate(kinds):
+        if kind.attends and (window := observer.layers[index].window) != kind.window:
+            raise PolicyUnsupported(
+                f"layer {index} attends with a sliding window of {window}, and the model's configuration says "
+                f"{kind.window}; kvshelf stores no layer that it may misread",
+                param="model",
+            )
     return tuple(
         observer.layers.get(index, LayerShape())._replace(states=tuple(state.shape for state in alone(states, 0)))
-        for index, states in enumerate(cache.held())
+        for index, states in enumerate(cache.states())
     )
 
 
-def require_every_layer(seen: Iterable[int], expected: Sequence[int]) -> None:
-    """Refuse a model with layers that did not run through kvshelf's attention."""
-    if sorted(seen) != list(expected):
+def require_every_layer(layers: Iterable[int], expected: Sequence[int]) -> None:
+    """Refuse a model with layers that did not run through kvshelf's attention. layers: those that did."""
+    if sorted(layers) != list(expected):
         raise PolicyUnsupported(
-            f"only the layers {sorted(seen)} of {len(expected)} ran through transformers' attention interface; this "
+            f"only the layers {sorted(layers)} of {len(expected)} ran through transformers' attention interface; this "
             "model cannot be compressed",
-            param="model",
-        )
-
-
-def _require_window(layer: int, window: int | None, configured: int | None) -> None:
-    """Refuse a model with a layer that has another window than its configuration tells."""
-    if window != configured:
-        raise PolicyUnsupported(
-            f"layer {layer} attends with a sliding window of {window}, and the model's configuration says {configured}"
-            "; kvshelf stores no layer that it may misread",
             param="model",
         )
 
 
 def tokens_at_once(model: PreTrainedModel, kinds: Sequence[LayerKind], absorbed: Mapping[int, Absorbed]) -> int | None:
     """How many tokens of a row a pass behind a document may have: None for any number, 1 where recurrent layers begin
-    anew from several instead of going on from their states. Transformers' code of the first Mamba does (Jamba, 5.24),
-    and nothing but the answers would tell.
+    anew in a pass of several tokens in place of continuing their states. Transformers' code of the first Mamba does so
+    (Jamba, 5.24), and nothing but the answers would show it.
 
-    Raises `PolicyUnsupported` for a model that does so from one token, too.
+    Raises `PolicyUnsupported` for a model whose layers begin anew in a pass of one token, too.
     """
     if not any(kind.states for kind in kinds):
         return None
@@ -123,7 +117,7 @@ def tokens_at_once(model: PreTrainedModel, kinds: Sequence[LayerKind], absorbed:
 
 
 def _continued(states: Sequence[Tensor], whole: Sequence[Tensor]) -> bool:
-    """Whether states are those of one pass. Also where weights are broken and states are no numbers."""
+    """Whether states are those of one pass; also where weights are broken and states are no numbers."""
     return not any(
         float((one - other).norm()) > _RESTARTED * float(other.norm()) for one, other in zip(states, whole, strict=True)
     )
@@ -134,14 +128,14 @@ def _states_behind(
 ) -> list[Tensor]:
     """The recurrent states behind tokens that are read in these pieces `[1, T]`."""
     handover, start = Handover(absorbed), 0
-    layers = [_empty(index, each, absorbed, handover) for index, each in enumerate(kinds)]
+    layers = [_empty(index, kind, absorbed, handover) for index, kind in enumerate(kinds)]
     cache = cache_class(StatefulCache, model)(layers=layers)
     for piece in pieces:
         positions = torch.arange(start, start + piece.shape[1], device=piece.device).unsqueeze(0)
-        given = {attached.CACHE_ARGUMENT: cache, **handover.begin()}
-        model.base_model(input_ids=piece, position_ids=positions, use_cache=True, **given)
+        kwargs = {attached.CACHE_ARGUMENT: cache, **handover.begin()}
+        model.base_model(input_ids=piece, position_ids=positions, use_cache=True, **kwargs)
         start += piece.shape[1]
-    return [state.tensor.float() for states in cache.held() for state in states if state.role == "recurrent"]
+    return [state.tensor.float() for states in cache.states() for state in states if state.role == "recurrent"]
 
 
 def _empty(
@@ -160,26 +154,25 @@ class _ShapeObserver(ForwardContext):
 
     reads_attention = False
 
-    def __init__(self, layers: Sequence[int]) -> None:
-        """layers: that have keys and values of their own; others may use these."""
-        self._own = frozenset(layers)
+    def __init__(self, attending: Sequence[int]) -> None:
+        """attending: the layers with keys and values of their own; others may use these."""
+        self._attending = frozenset(attending)
         self.layers: dict[int, LayerShape] = {}
         self.first_keys: Tensor | None = None
 
     def after_attention(self, layer: Attended) -> None:
-        if layer.layer_idx not in self._own:
-            return
-        keys, values = layer.latents or (layer.keys, layer.values)
-        (_, heads, _, key_dim), value_dim = keys.shape, values.shape[-1]
-        dtype = str(layer.keys.dtype).removeprefix("torch.")
         index = layer.layer_idx
+        if index not in self._attending:
+            return
         if index in self.layers:
             raise PolicyUnsupported(
                 f"layer {index} attends more than once in a pass, and kvshelf stores the keys of one", param="model"
             )
         if self.first_keys is None:
             self.first_keys = layer.keys
-        latent = layer.latents is not None
+        keys, values = layer.latents or (layer.keys, layer.values)
+        (_, heads, _, key_dim), value_dim = keys.shape, values.shape[-1]
+        dtype, latent = str(layer.keys.dtype).removeprefix("torch."), layer.latents is not None
         self.layers[index] = LayerShape(heads, key_dim, value_dim, dtype, layer.window, layer.chunk, latent)
 
 
@@ -188,7 +181,7 @@ class FirstLayersSeen(Exception):
 
 
 class FirstLayers(ForwardContext):
-    """Takes what the first layers see, and ends the pass by `FirstLayersSeen`."""
+    """Collects the states of the first layers, and ends the pass by `FirstLayersSeen`."""
 
     reads_attention = False
 
@@ -203,7 +196,7 @@ class FirstLayers(ForwardContext):
 
 
 def _keys_at(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """The keys of the first layer for tokens `[1, N]` whose positions are told, as kvshelf tells them: from 0 on."""
+    """The keys of the first layer for tokens `[1, N]` in a pass with position ids, from 0 on."""
     observer = FirstLayers(1)
     positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
     with suppress(FirstLayersSeen):

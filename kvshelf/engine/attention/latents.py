@@ -1,5 +1,4 @@
-"""Latent attention (MLA) over what the cache holds: its products of weights, and latents on their way to the attention
-function.
+"""Latent attention (MLA) over the cache: its products of weights, and latents on their way to the attention function.
 
 A module of transformers caches latents and the rotated part of the keys that all heads share, and makes keys and values
 of every head from them (`expand_kv`) before it calls the attention function. Over a stored document that would expand
@@ -35,7 +34,7 @@ _ROUNDING: Final = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 @dataclass(frozen=True, eq=False)
 class Absorbed:
-    """What makes keys and values of latents, applied to queries and outputs instead.
+    """The products that make keys and values of latents, applied to queries and outputs instead.
 
     into: W_uk, `[q_heads, nope, rank]`. back: W_uv, `[q_heads, rank, Dv]`. A head's key is `[W_uk latent, rotated]`.
     FLOPs of a token: 2 * q_heads * rank * (nope + Dv), those of expanding one token.
@@ -46,23 +45,23 @@ class Absorbed:
 
     @classmethod
     def of(cls, module: nn.Module, dtype: torch.dtype, device: torch.device) -> Absorbed:
-        """Read from what the module makes of unit vectors, because families store the weights differently.
+        """From the keys and values that the module makes of unit vectors, because families store the weights
+        differently.
 
         Raises `PolicyUnsupported` where keys and values are no linear function of the latents, with the rotated part
-        as it is behind it.
+        behind it as it is.
         """
         rank, rope = int(module.kv_lora_rank), int(module.qk_rope_head_dim)  # type: ignore[arg-type]
         units = torch.eye(rank + rope)
         samples = torch.linspace(-9, 9, _SAMPLES * (rank + rope)).sin().view(_SAMPLES, -1)
-        given = torch.cat([units, samples]).to(device, dtype)
-        latents, rotated = given[:, :rank], given[:, rank:]
+        latents, rotated = torch.split(torch.cat([units, samples]).to(device, dtype), [rank, rope], dim=1)
         keys, values = module.expand_kv(latents[None, None], rotated[None, None])  # type: ignore[operator]
         parts = keys[0, ..., :-rope], values[0]  # [q_heads, rank + rope + samples, nope or Dv]
         of_units = [part[:, :rank].contiguous() for part in parts]
-        told = latents[-_SAMPLES:].float()
+        sampled = latents[-_SAMPLES:].float()
         linear = bool((keys[0, ..., -rope:] == rotated).all()) and all(
             not part[:, rank:-_SAMPLES].nan_to_num().any()
-            and close(part[:, -_SAMPLES:].float(), told @ product.float(), _ROUNDING.get(dtype, 1e-4))
+            and close(part[:, -_SAMPLES:].float(), sampled @ product.float(), _ROUNDING.get(dtype, 1e-4))
             for part, product in zip(parts, of_units, strict=True)
         )
         if not linear:
@@ -83,10 +82,10 @@ class Absorbed:
         return torch.matmul(outputs.transpose(1, 2), self.back).transpose(1, 2)
 
 
-def close(found: Tensor, expected: Tensor, share: float) -> bool:
-    """Whether numbers differ by no more than this share of the largest that is expected. Also where weights are broken
+def close(actual: Tensor, expected: Tensor, share: float) -> bool:
+    """Whether numbers differ by no more than this share of the largest that is expected; also where weights are broken
     and nothing is a number, which is refused elsewhere."""
-    difference, largest = torch.stack([(found - expected).abs().max(), expected.abs().max()]).tolist()
+    difference, largest = torch.stack([(actual - expected).abs().max(), expected.abs().max()]).tolist()
     return not difference > share * largest
 
 
@@ -102,9 +101,7 @@ def latent_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if hasattr(module, "expand_kv")]
 
 
-class _Attends(Protocol):
-    """`AttachedStates`."""
-
+class _Attends(Protocol):  # `AttachedStates`
     def attend(self, queries: Tensor, rules: LogitRules) -> Tensor: ...
     def check_positions(self, position_ids: Tensor | None) -> None: ...
 
@@ -113,8 +110,8 @@ class _Attends(Protocol):
 class LatentStates:
     """Latents `[B, 1, T, rank]` and rotated parts `[B, 1, T, rope]` of this call's tokens in one layer.
 
-    past: the latents that these tokens see, as keys and values of one KV head, and how to attend to them; None where a
-    pass has nothing but its own tokens, whose keys and values the module has expanded.
+    past: the latents that these tokens see, as keys and values of one KV head, and how to attend to them; None for a
+    pass over its own tokens alone, whose keys and values the module has expanded.
     """
 
     latents: Tensor
@@ -134,24 +131,23 @@ class Handover:
     """Carries each layer's latents from the cache to the attention function, past the module, which takes them for
     those of the whole sequence and expands them.
 
-    A module may call any attention function with what it expanded, and would get an answer without the document. So a
-    cache takes nothing outside of a pass that was begun for kvshelf's attention, and nothing in a pass in which some
-    other function took the latents of a layer before.
+    A module may call any attention function with the expanded keys and values, and would get an answer without the
+    document. So a cache takes no latents outside of a pass that was begun for kvshelf's attention, nor in a pass in
+    which kvshelf's attention has not taken those of an earlier layer.
     """
 
     def __init__(self, layers: Collection[int]) -> None:
         self._layers = frozenset(layers)
         self._awaited: set[int] = set()
-        self._given: dict[int, LatentStates] = {}
+        self._carried: dict[int, LatentStates] = {}
 
     def begin(self) -> dict[str, Any]:
         """Begin a pass. Returns keywords for the model's attention function."""
-        self._awaited, self._given = set(self._layers), {}
+        self._awaited, self._carried = set(self._layers), {}
         return {LATENTS: self} if self._layers else {}
 
     def end(self) -> None:
-        """End the pass."""
-        self._awaited, self._given = set(), {}
+        self._awaited, self._carried = set(), {}
 
     def require_none(self) -> None:
         """Refuse a pass of another attention function, where any layer has latents."""
@@ -159,19 +155,19 @@ class Handover:
             raise _foreign_attention()
 
     def require_awaited(self, layer: int) -> None:
-        """Refuse latents of this layer outside of a pass, and behind those of a layer that nothing took."""
-        if layer not in self._awaited or self._given:
+        """Refuse latents of this layer outside of a pass, and behind those of a layer that attention did not take."""
+        if layer not in self._awaited or self._carried:
             raise _foreign_attention()
 
     def give(self, layer: int, states: LatentStates) -> None:
         """From the cache. Raises as `require_awaited`."""
         self.require_awaited(layer)
         self._awaited.remove(layer)
-        self._given[layer] = states
+        self._carried[layer] = states
 
     def take(self, layer: int) -> LatentStates | None:
         """To the attention function; None for a layer without latents."""
-        return self._given.pop(layer, None)
+        return self._carried.pop(layer, None)
 
 
 def _foreign_attention() -> StateConflict:

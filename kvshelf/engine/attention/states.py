@@ -1,7 +1,6 @@
 """Layers with recurrent or convolution states, as transformers' modules see them (`Cache.get_recurrent_state`, ...).
 
-A pass has states of its own, `[rows, ...]`, because modules write into them. Nothing that is stored is ever given to a
-module, so a pass that fails leaves no trace.
+A pass has a copy of the states, `[rows, ...]`, because modules write into them: a pass that fails leaves no trace.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from transformers import cache_utils
 from transformers.cache_utils import Cache
 
 from kvshelf.artifact.records import State
+from kvshelf.artifact.shape import StateRole
 
 SUPPORTED: Final = hasattr(Cache, "get_recurrent_state")
 """Whether this transformers keeps states in the layers of a cache. Before, each model had a class of caches."""
@@ -55,50 +55,44 @@ class StateLayer(_Layer):  # type: ignore[misc]
 
     def begin(self) -> None:
         """Take the states of the source, once."""
-        if self._begun or self._source is None:
-            return
-        self._begun = True
-        fill(self, self._source())
+        if not self._begun and self._source is not None:
+            self._begun = True
+            fill(self, self._source())
 
-    def held(self) -> list[State]:
+    def states(self) -> list[State]:
         """The states behind the last token, `[rows, ...]`."""
-        conv = [State("conv", number, found) for number, found in self.conv_states.items() if found is not None]
-        return conv + [
-            State("recurrent", number, found) for number, found in self.recurrent_states.items() if found is not None
-        ]
+        roles: dict[StateRole, Any] = {"conv": self.conv_states, "recurrent": self.recurrent_states}
+        tensors = [(role, number, tensor) for role, of_role in roles.items() for number, tensor in of_role.items()]
+        return [State(*state) for state in tensors if state[2] is not None]
 
     def reset(self) -> None:
-        """Begin again, as the source says."""
+        """Begin again with the states of the source."""
         _Layer.__init__(self, number_of_states=self.number_of_states)
         self._begun = False
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows."""
         self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row."""
-        rows = next((len(state.tensor) for state in self.held()), 0)
+        rows = next((len(state.tensor) for state in self.states()), 0)
         self.reorder_cache(torch.arange(rows, device=self.device).repeat_interleave(repeats))
 
 
 class StatefulCache(Cache):  # type: ignore[misc]
-    """A transformers `Cache` whose layers may have states, which begin when the model asks for them: then a layer that
-    is still being read has arrived."""
+    """A transformers `Cache` whose layers may have states, which begin when the model asks for them: by then a layer
+    that was still being read has arrived."""
 
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Any:
         self._begin(layer_idx)
-        found: Tensor | None = super().get_conv_state(layer_idx, state_idx)
-        return found
+        return super().get_conv_state(layer_idx, state_idx)
 
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Any:
         self._begin(layer_idx)
-        found: Tensor | None = super().get_recurrent_state(layer_idx, state_idx)
-        return found
+        return super().get_recurrent_state(layer_idx, state_idx)
 
-    def held(self) -> list[list[State]]:
-        """The states of each layer behind the last token, `[rows, ...]`; none where it has none."""
-        return [layer.held() if isinstance(layer, StateLayer) else [] for layer in self.layers]
+    def states(self) -> list[list[State]]:
+        """The states of each layer behind the last token, `[rows, ...]`; an empty list for a layer without."""
+        return [layer.states() if isinstance(layer, StateLayer) else [] for layer in self.layers]
 
     def _begin(self, layer_idx: int) -> None:
         layer = self.layers[layer_idx]
@@ -107,7 +101,7 @@ class StatefulCache(Cache):  # type: ignore[misc]
 
 
 def fill(layer: Any, states: Sequence[State]) -> None:
-    """Give a layer of transformers' own with states these, `[rows, ...]`. It will write into them."""
+    """Put states `[rows, ...]` into a layer of transformers' own, which will write into them."""
     for role, number, tensor in states:
         layer.dtype, layer.device = tensor.dtype, tensor.device
         if role == "conv":
@@ -126,5 +120,7 @@ def alone(states: Sequence[State], row: int) -> tuple[State, ...]:
 
 
 def together(rows: Sequence[Sequence[State]]) -> list[State]:
-    """The states of several rows, as many and of the same shapes in each, `[rows, ...]`. A copy."""
-    return [same[0]._replace(tensor=torch.stack([state.tensor for state in same])) for same in zip(*rows, strict=True)]
+    """A copy of the states of several rows, equally many and of equal shapes in each, as `[rows, ...]`."""
+    return [
+        states[0]._replace(tensor=torch.stack([state.tensor for state in states])) for states in zip(*rows, strict=True)
+    ]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvshelf.api.answers import Piece
 from kvshelf.artifact.records import State
-from kvshelf.engine.attention.attached import AttachedStates, PassingLayer, in_line, reading
+from kvshelf.engine.attention.attached import AttachedStates, PassingLayer, in_line, with_readers
 from kvshelf.engine.attention.attachment import Attached, Wait, block
 from kvshelf.engine.attention.function import Attended, ForwardContext
 from kvshelf.engine.attention.latents import Absorbed, Handover, LatentStates
@@ -134,7 +134,7 @@ class DecodeBatch:
             last = torch.tensor([tokens - 1], device=ids.device)
             logits = self._passes.continuing(ids.view(rows, tokens), positions.view(rows, tokens), past, last)
             logits = logits[[row for row, place in enumerate(step.places) if place.complete], 0]
-            step.states = past.cache.held()
+            step.states = past.cache.states()
         else:
             logits = self._passes.continuing(ids, positions, past, step.last_tokens)[0]
             if step.rating:
@@ -504,8 +504,8 @@ class _BatchLayer(PassingLayer):
         choose = partial(step.choose, step.choosing, index) if step.choosing else None
         room = partial(step.room, index)
         states = AttachedStates(prefixes, suffixes, layout, key_states, value_states, None, step.weigh, choose, room)
-        self.given = states, states
-        return self.given
+        self.visible = states, states
+        return self.visible
 
 
 class _BatchStateLayer(StateLayer, _BatchLayer):
@@ -582,7 +582,7 @@ class _StepPast(ForwardContext):
         kinds = passes.facts.kinds
         self._reads = readers(kinds)
         layers = [self._layer(index, kind) for index, kind in enumerate(kinds)]
-        self.cache = cache_class(StatefulCache, passes.model)(layers=reading(layers, self._reads))
+        self.cache = cache_class(StatefulCache, passes.model)(layers=with_readers(layers, self._reads))
         self.checkpoint = checkpoint
         self.guesses = bool(step.guessing)
         self.calls = EarlyQueries(passes.model) if self.guesses and passes.early_program is None else None

@@ -24,11 +24,11 @@ def engine_file(
     engine_model: str | None = None,
     document: Sequence[int] = (),
 ) -> EngineFile:
-    """The file that the engine `to` reads as the prefix of a question. Everything is checked here, before a byte.
+    """The file that the engine `to` reads as the prefix of a question. Everything is checked before a byte is written.
 
     dtype: float32, float16 or bfloat16; None: llama.cpp's own default, float16, or the model's for MLX. engine_model:
-    what `mlx_lm.generate` is told as `--model`; None: the model's name here. document: the cache's token ids, if known:
-    where every token has its entry, they are those of the file.
+    the `--model` of `mlx_lm.generate`; None: the model's name here. document: the cache's token ids, if known: where
+    every token has its entry, they are those of the file.
 
     Raises `ModelMismatch` for a cache of another model, `PolicyUnsupported` for one that the engine cannot hold (heads
     or layers of different lengths, merged tokens, windows, states, latents) and for a model that was not compared with
@@ -53,7 +53,7 @@ def export_file(
     engine_model: str | None = None,
     document: Sequence[int] = (),
 ) -> Path:
-    """Write the file of `engine_file` whole or not at all. Returns its path. Raises as that, and `OSError`."""
+    """Write the file of `engine_file`, whole or not at all. Returns its path. Raises as that, and `OSError`."""
     file = engine_file(engine, cache, to, dtype=dtype, engine_model=engine_model, document=document)
     with atomic.written(path := Path(path)) as out:
         for piece in file.pieces:

@@ -1,7 +1,7 @@
 """The state of one sequence of llama.cpp, as `llama_state_seq_save_file` writes it and llama-server keeps its slots.
 
 Read from llama.cpp's `llama-context.cpp` and `llama-kv-cache.cpp` (`LLAMA_STATE_SEQ_VERSION` 3). All numbers are
-little-endian. llama.cpp reads to the end of the state; behind it stands what the file says of itself.
+little-endian. llama.cpp reads to the end of the state; behind it stands the file's description of itself.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,7 +20,7 @@ from transformers import DynamicCache
 
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.engine.engine import Engine
-from kvshelf.engine.files.prefix import EngineFile, as_json, layers_of, prefix_of, raw
+from kvshelf.engine.files.prefix import EngineFile, layers_of, prefix_of, raw
 from kvshelf.errors import InvalidRequest
 
 NAME: Final = "llama.cpp"
@@ -41,13 +42,13 @@ def llama_file(
     """The file of a cache. dtype: that of llama.cpp's own cache (`--cache-type-k` and `-v`), by default float16. Raises
     as `prefix_of`."""
     prefix = prefix_of(engine, cache, of=NAME, types=PERMUTED, dtype=dtype or "float16", document=document)
-    about = as_json(prefix.about).encode()
+    about = json.dumps(prefix.about, sort_keys=True).encode()
     tail = about + _TRAILER.pack(len(about), _TRAILER_MAGIC)
     head = struct.pack("<III", _MAGIC, _VERSION, prefix.entries) + np.asarray(prefix.token_ids, "<i4").tobytes()
     cells = _cells(prefix.entries, 0, len(prefix.layers))
     rows = sum(_ROWS.size + row.nbytes for layer in prefix.layers for row in layer)
     state = _state(prefix.layers, engine.model.config.model_type, cells)
-    return EngineFile(len(head) + len(cells) + rows + len(tail), _pieces(head, state, tail))
+    return EngineFile(len(head) + len(cells) + rows + len(tail), chain([head], state, [tail]))
 
 
 def half_layers(past: DynamicCache) -> list[tuple[Tensor, Tensor]]:
@@ -62,7 +63,7 @@ def state_of(layers: Sequence[tuple[Tensor, Tensor]], model_type: str, *, first:
 
 
 def about_file(path: Path) -> dict[str, Any]:
-    """What a file of `llama_file` says of itself. Raises `InvalidRequest` for any other."""
+    """The description in a file of `llama_file`. Raises `InvalidRequest` for any other file."""
     with path.open("rb") as file:
         size = file.seek(0, 2)
         if size > _TRAILER.size:
@@ -79,7 +80,7 @@ _ROWS: Final = struct.Struct("<iQ")
 
 
 def _cells(entries: int, first: int, layers: int) -> bytes:
-    """What stands before the rows: one stream, a cell an entry, values not transposed. first: the first position."""
+    """The bytes before the rows: one stream, a cell an entry, values not transposed. first: the first position."""
     cells = np.zeros((entries, 3), "<i4")
     cells[:, 0], cells[:, 1] = first + np.arange(entries), 1  # position, number of sequences, sequence
     streams, transposed = 1, 0
@@ -95,14 +96,8 @@ def _state(layers: Sequence[tuple[Tensor, Tensor]], model_type: str, cells: byte
         yield from _rows(layer[1])
 
 
-def _pieces(head: bytes, state: Iterator[memoryview | bytes], tail: bytes) -> Iterator[memoryview | bytes]:
-    yield head
-    yield from state
-    yield tail
-
-
 def _rows(states: Tensor) -> Iterator[memoryview | bytes]:
-    """One row a cell, of all heads. states: `[kv_heads, K, D]`."""
+    """One row for each cell, of all heads. states: `[kv_heads, K, D]`."""
     rows = states.transpose(0, 1).flatten(1)
     yield _ROWS.pack(_TYPES[rows.dtype], rows.shape[1] * rows.element_size())
     yield raw(rows)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.engine.engine import Engine
-from kvshelf.engine.files.prefix import EngineFile, as_json, prefix_of, raw
+from kvshelf.engine.files.prefix import EngineFile, prefix_of, raw
 from kvshelf.errors import InvalidRequest
 
 NAME: Final = "mlx"
@@ -34,15 +35,13 @@ def mlx_file(
     model: str | None = None,
     document: Sequence[int] = (),
 ) -> EngineFile:
-    """The file of a cache. dtype: by default the model's. model: as mlx-lm is told it, by default the name of the
-    cache's: `mlx_lm.generate` compares it. Raises as `prefix_of`."""
+    """The file of a cache. dtype: by default the model's. model: the name that `mlx_lm.generate` compares, by default
+    that of the cache's model. Raises as `prefix_of`."""
     prefix = prefix_of(engine, cache, of=NAME, types=TYPES, dtype=dtype, document=document)
     tensors: dict[str, Tensor] = {}
-    metadata = {
-        "0.model": model or cache.identity.model.name,
-        "0.tokenizer_config": "{}",
-        _ABOUT: as_json(prefix.about),
-    }
+    name = model or cache.identity.model.name
+    about = json.dumps(prefix.about, sort_keys=True)
+    metadata = {"0.model": name, "0.tokenizer_config": "{}", _ABOUT: about}
     scalars = [("2.0", "")]
     for index, (keys, values) in enumerate(prefix.layers):
         tensors |= {f"{index}.0": keys[None], f"{index}.1": values[None]}
@@ -51,11 +50,11 @@ def mlx_file(
         scalars += [(f"2.{index + 1}.0", f"{index}.2"), (f"2.{index + 1}.1", "scalar")]
     head = _header(tensors, metadata | dict(scalars))
     nbytes = len(head) + sum(tensor.nbytes for tensor in tensors.values())
-    return EngineFile(nbytes, _pieces(head, tensors))
+    return EngineFile(nbytes, chain([head], map(raw, tensors.values())))
 
 
 def about_file(path: Path) -> dict[str, Any]:
-    """What a file of `mlx_file` says of itself. Raises `InvalidRequest` for any other."""
+    """The description in a file of `mlx_file`. Raises `InvalidRequest` for any other file."""
     try:
         with safe_open(path, "pt") as file:
             about: dict[str, Any] = json.loads((file.metadata() or {})[_ABOUT])
@@ -65,7 +64,7 @@ def about_file(path: Path) -> dict[str, Any]:
 
 
 def _header(tensors: dict[str, Tensor], metadata: dict[str, str]) -> bytes:
-    """That of safetensors, written here: its own functions take a whole file into memory once more."""
+    """The header of safetensors, written here because its own functions take a whole file into memory once more."""
     entries: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for name, tensor in tensors.items():
@@ -74,9 +73,3 @@ def _header(tensors: dict[str, Tensor], metadata: dict[str, str]) -> bytes:
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
-
-
-def _pieces(head: bytes, tensors: dict[str, Tensor]) -> Iterator[memoryview | bytes]:
-    yield head
-    for tensor in tensors.values():
-        yield raw(tensor)

@@ -1,8 +1,7 @@
-"""What the files of all engines have in common: an exported prefix, what may be one, and what a file says of itself."""
+"""The common parts of the files of all engines: an exported prefix, and the file's description of itself."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -25,7 +24,7 @@ FORMAT: Final = "kvshelf.engine-file/1"
 DTYPES: Final = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 _ROTATIONS: Final = ("default", "llama3")
-"""Kinds of RoPE that both engines compute as transformers does: tried. YaRN's factor, say, has other places there."""
+"""Kinds of RoPE that both engines compute as transformers does, as was tried. YaRN's factor has other places there."""
 
 _MARK: Final = "question-of-the-user"
 
@@ -35,7 +34,7 @@ class Prefix:
     """A cache as an ordinary prefix of K tokens, on the CPU.
 
     layers: keys and values of each, `[kv_heads, K, D]`, in the file's dtype. token_ids: K of them, the document's where
-    every token of it has its entry, otherwise stand-ins. about: what the file says of itself, JSON types.
+    every token of it has its entry, otherwise stand-ins. about: the file's description, of JSON types.
     """
 
     layers: Sequence[tuple[Tensor, Tensor]]
@@ -58,8 +57,8 @@ class EngineFile:
 def prefix_of(
     engine: Engine, cache: CompressedCache, *, of: str, types: Iterable[str], dtype: str | None, document: Sequence[int]
 ) -> Prefix:
-    """The prefix that a file holds. of: the engine's name. types: of models, as transformers names them, that it is
-    known to compute alike. dtype: one of `DTYPES`; None: the cache's. document: its token ids, if known.
+    """The prefix in a file. of: the engine's name. types: of models, as transformers names them, that it is known to
+    compute alike. dtype: one of `DTYPES`; None: the cache's. document: its token ids, if known.
 
     Raises as `Engine.export`, `PolicyUnsupported` for another model, and `InvalidRequest` for a dtype that the numbers
     do not fit.
@@ -69,7 +68,7 @@ def prefix_of(
         raise InvalidRequest(f"dtype is {dtype!r}; one of {', '.join(DTYPES)}", param="dtype")
     past = engine.export(cache)
     layers = layers_of(past, of, None if dtype is None else DTYPES[dtype])
-    # Tokens of images are the same for all images: stand-ins tell the caches apart.
+    # All images have the same tokens: stand-ins tell the caches apart.
     whole = not cache.identity.images and len(document) == past.get_seq_length() == cache.num_tokens
     ids = list(document) if whole else _stand_ins(cache, past.get_seq_length(), engine.model.config.vocab_size)
     return Prefix(layers, ids, _about(engine, cache, of, len(ids), layers[0][0].dtype, stand_ins=not whole))
@@ -80,9 +79,9 @@ def layers_of(past: DynamicCache, of: str, dtype: torch.dtype | None) -> list[tu
     Raises as `prefix_of`."""
     if type(past) is not DynamicCache or not past.get_seq_length():
         raise _unsupported(of, "it is no plain list of keys and values", "policy")
-    wanted = past.layers[0].keys.dtype if dtype is None else dtype
+    dtype = past.layers[0].keys.dtype if dtype is None else dtype
     return [
-        (_cast(layer.keys[0], wanted, index, "keys"), _cast(layer.values[0], wanted, index, "values"))
+        (_cast(layer.keys[0], dtype, index, "keys"), _cast(layer.values[0], dtype, index, "values"))
         for index, layer in enumerate(past.layers)
     ]
 
@@ -119,8 +118,8 @@ def _cast(states: Tensor, dtype: torch.dtype, index: int, name: str) -> Tensor:
 
 
 def _stand_ins(cache: CompressedCache, count: int, vocabulary: int) -> list[int]:
-    """Token ids in the places of entries. They differ from cache to cache: engines find what they hold by its tokens,
-    and would take equal ones for the same document."""
+    """Token ids in the places of entries. They differ from cache to cache: engines find their prefixes by tokens, and
+    would take equal ones for the same document."""
     seed = digest("kvshelf.stand-ins", cache.identity.content(), cache.codec)
     ids: list[int] = np.random.default_rng(int(seed, 16)).integers(vocabulary, size=count).tolist()
     return ids
@@ -129,9 +128,9 @@ def _stand_ins(cache: CompressedCache, count: int, vocabulary: int) -> list[int]
 def _about(
     engine: Engine, cache: CompressedCache, of: str, entries: int, dtype: torch.dtype, *, stand_ins: bool
 ) -> dict[str, Any]:
-    made = cache.identity
-    model = {name: value for name, value in asdict(made.model).items() if name != "attention"}
-    norms = norms_digest(_norms(engine), made.model.dtype)
+    identity = cache.identity
+    model = {name: value for name, value in asdict(identity.model).items() if name != "attention"}
+    norms = norms_digest(_norms(engine), identity.model.dtype)
     about: dict[str, Any] = {
         "format": FORMAT,
         "kvshelf": version("kvshelf"),
@@ -139,10 +138,10 @@ def _about(
         "dtype": str(dtype).removeprefix("torch."),
         "entries": entries,
         "stand_ins": stand_ins,
-        "document": {"digest": made.document, "tokens": cache.num_tokens},
-        "policy": made.policy,
+        "document": {"digest": identity.document, "tokens": cache.num_tokens},
+        "policy": identity.policy,
         "codec": cache.codec,
-        "model": model | {"fingerprint": made.model.fingerprint(), "layers": len(cache.layers), "norms": norms},
+        "model": model | {"fingerprint": identity.model.fingerprint(), "layers": len(cache.layers), "norms": norms},
     }
     if engine.text is not None:
         before, _, after = engine.text.decode(engine.encode_query(cache, _MARK)).partition(_MARK)
@@ -162,8 +161,8 @@ def _norms(engine: Engine) -> Iterator[np.ndarray]:
 
 
 def norms_digest(norms: Iterable[np.ndarray], dtype: str) -> str:
-    """Hex digest of the norms' weights, of each layer's two and the last, rounded to a dtype. No quantization touches
-    them, so whoever has the same is of the same weights."""
+    """Hex digest of the norms' weights, of each layer's two and the last, rounded to a dtype. No quantization changes
+    them, so models with equal norms have the same weights."""
     hasher = blake3()
     for norm in norms:
         rounded = torch.from_numpy(np.ascontiguousarray(norm, np.float32)).to(DTYPES[dtype]).float()
@@ -174,10 +173,6 @@ def norms_digest(norms: Iterable[np.ndarray], dtype: str) -> str:
 def vocabulary_digest(tokens: Iterable[str]) -> str:
     """Hex digest of a vocabulary in the order of its ids."""
     return digest("kvshelf.vocabulary", *tokens)
-
-
-def as_json(about: dict[str, Any]) -> str:
-    return json.dumps(about, sort_keys=True)
 
 
 def raw(states: Tensor) -> memoryview:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self, TypedDict, cast
+from typing import Any, Self, TypedDict, TypeGuard, cast
 
 from torch import Tensor
 
@@ -47,7 +47,7 @@ MAX_QUESTION_BYTES = 64 * 1024
 """Most UTF-8 bytes of a document's expected questions together. Limited, because its blob contains them."""
 
 OVERLAP = 128
-"""Tokens that a part shares with the next by default."""
+"""Tokens of a part that begin the next one, too, by default."""
 
 REFERENCE_TOKENS = 64
 """Tokens, spread over the vocabulary, before a question that searches (see `summary.KeyCoder`)."""
@@ -60,9 +60,9 @@ SPLIT_IT = "split it (`kvshelf put --split`, or split=true in a request), or sen
 class Encoder:
     """Encodes documents and questions for one model. Thread-safe, because it is immutable.
 
-    `name`: the model's, for error messages. `text` is None for an engine without tokenizer. `max_tokens`: the longest
-    sequence of the model. `vocab_size`: the number of token ids. `longest`: most tokens of a sequence that begins with
-    a document of so many. `images`: reads those of documents; None for a model without.
+    name: the model's, for error messages. text: None for an engine without tokenizer. max_tokens: the longest sequence
+    of the model. vocab_size: the number of token ids. longest: most tokens of a sequence that begins with a document of
+    so many. images: reads those of documents; None for a model without.
     """
 
     name: str
@@ -74,7 +74,6 @@ class Encoder:
 
     @classmethod
     def of(cls, facts: ModelFacts) -> Self:
-        """That of a loaded model."""
         vocabulary = facts.model.config.vocab_size
         return cls(facts.name, facts.text, facts.max_tokens, vocabulary, facts.longest, facts.images)
 
@@ -102,17 +101,13 @@ class Encoder:
         variables: Mapping[str, Any] | None = None,
         protect: Rules = (),
     ) -> EncodedDocument:
-        """The token ids of a document; those of an encoded one are checked, and no layout counts. date: for a template
-        that writes it; "": today. variables: that the template is told. protect: see `DocumentRules`. Raises
+        """The token ids of a document; those of an encoded one are checked, and its layout is not read. date: for a
+        template that writes it; "": today. variables: of the template. protect: see `DocumentRules`. Raises
         `InvalidRequest`, `DocumentTooLong` or `DocumentTooShort`."""
-        told, rules, texts, turns = (
-            self.options(layout, date, variables),
-            list(map(written_rule, protect)),
-            list[str](),
-            None,
-        )
+        options, rules = self.options(layout, date, variables), list(map(written_rule, protect))
+        texts, turns = list[str](), None
         images, chars = list[ImagePart](), None
-        if isinstance(document, list | tuple) and document and isinstance(document[0], Mapping):
+        if _are_messages(document):
             document, images = _without_images(document)
             document, rules = _without_marks(document, rules)
         if isinstance(document, EncodedDocument):
@@ -124,17 +119,16 @@ class Encoder:
             texts, form, layout = [document], self.require_text("document"), self._checked_layout(layout)
             if images:
                 reader = require_encoder(self.images, self.name)
-                encoded, chars = with_images(form, reader, document, images, layout, told, self._require_length)
+                encoded, chars = with_images(form, reader, document, images, layout, options, self._require_length)
             else:
-                encoded = form.document(document, layout, told)
-        elif not isinstance(document, Tensor) and document and isinstance(document[0], Mapping):
+                encoded = form.document(document, layout, options)
+        elif _are_messages(document):
             if layout == "plain":
                 raise InvalidRequest("messages need the layout 'chat'", param="layout")
-            text = self.require_text("messages")
-            turns = check_messages(document)  # type: ignore[arg-type]
+            form, turns = self.require_text("messages"), check_messages(document)
             texts = [turn["content"] for turn in turns]
             self._require_fits(texts, "document")
-            encoded = text.conversation(document, told)  # type: ignore[arg-type]
+            encoded = form.conversation(document, options)
         else:
             if layout == "chat":
                 raise InvalidRequest("token_ids are taken as they are, in the layout 'plain'", param="layout")
@@ -155,8 +149,8 @@ class Encoder:
     def options(
         self, layout: Layout | None, date: str = "", variables: Mapping[str, Any] | None = None
     ) -> TemplateOptions:
-        """What the template is told for a document. Raises `InvalidRequest` for variables that it does not read, or is
-        not told."""
+        """The options of the template for a document. Raises `InvalidRequest` for variables that it does not read, or
+        that no caller sets."""
         date = date or datetime.datetime.now().date().isoformat()  # as transformers, local time
         if not variables:
             return TemplateOptions(date=date)
@@ -170,11 +164,11 @@ class Encoder:
         )
 
     def require_question(
-        self, num_tokens: int, boundary: Boundary, told: TemplateOptions | None = None, appended: int = 0
+        self, num_tokens: int, boundary: Boundary, options: TemplateOptions | None = None, appended: int = 0
     ) -> None:
         """Raises `DocumentTooLong` where no question has room behind a document of `num_tokens` and `appended` more,
-        which end at `boundary`. told: what its template was."""
-        longest, question = self.longest(num_tokens), self.least_question(boundary, told)
+        which end at `boundary`. options: those of its template."""
+        longest, question = self.longest(num_tokens), self.least_question(boundary, options)
         if num_tokens + appended + question > longest:
             behind, advice = (f" and {appended} appended", "append less") if appended else ("", SPLIT_IT)
             raise DocumentTooLong(
@@ -183,12 +177,12 @@ class Encoder:
                 param="document",
             )
 
-    def least_question(self, boundary: Boundary, told: TemplateOptions | None = None) -> int:
+    def least_question(self, boundary: Boundary, options: TemplateOptions | None = None) -> int:
         """Tokens of the shortest question behind a document that ends at `boundary`, and one of its answer."""
         if self.text is None or boundary == "text":
             return 2
         try:
-            return len(self.text.question(boundary, "?", told)) + 1
+            return len(self.text.question(boundary, "?", options)) + 1
         except InvalidRequest:  # the template lets no question of a user follow
             return 2
 
@@ -202,44 +196,44 @@ class Encoder:
         checkpoint: Callable[[], None] = lambda: None,
         variables: Mapping[str, Any] | None = None,
     ) -> split.TextParts:
-        """The parts of a text that is longer than this model takes, in order, each cut out when it is asked for. A text
-        that fits is one.
+        """The parts of a text that is longer than this model takes, in order, each cut when it is read. A text that
+        fits is one part.
 
         A part has at most `size` tokens (default: `part_tokens`), with those of the chat template, and ends with a
         paragraph where one ends in its second half, otherwise with a line, a sentence or a word. The next part begins
         at least `overlap` tokens earlier (default: 128, or a quarter of a smaller part), so that a fact of that length
-        is whole in one part. `checkpoint` is called before each part; it may raise to end the work.
+        is whole in one part. checkpoint: called before each part; may raise to end the work.
 
         Raises `InvalidRequest` about `split` where a part has no room beside the template, or leaves none for a
         question, where a quarter of a part is less than the overlap, and as `split.spans`.
         """
-        written, size = self.require_text("document"), self.part_tokens if size is None else size
-        begun = written.document("", self._checked_layout(layout), self.options(layout, variables=variables))
-        prefix, question = begun.protected_prefix, self.least_question(begun.boundary, begun.options)
+        form, size = self.require_text("document"), self.part_tokens if size is None else size
+        empty = form.document("", self._checked_layout(layout), self.options(layout, variables=variables))
+        prefix, question = empty.protected_prefix, self.least_question(empty.boundary, empty.options)
         if size + question > self.max_tokens:
             raise InvalidRequest(
                 f"split: max_tokens is {size}, and {self.name!r} takes {self.max_tokens}, {question} of them for the "
                 "shortest question with an answer; give less",
                 param="split",
             )
-        own = size - prefix
-        if own < 1:
+        room = size - prefix
+        if room < 1:
             raise InvalidRequest(
                 f"split: max_tokens is {size}, and the chat template of {self.name!r} takes {prefix} of them in each "
                 "part; give more",
                 param="split",
             )
-        if written.bound.least_by_bytes([text]) > own * split.MOST_PARTS:
-            raise split.too_many_parts(own)
-        overlap = min(OVERLAP, own // 4) if overlap is None else overlap
-        if overlap > own // 4:
+        if form.bound.least_by_bytes([text]) > room * split.MOST_PARTS:
+            raise split.too_many_parts(room)
+        overlap = min(OVERLAP, room // 4) if overlap is None else overlap
+        if overlap > room // 4:
             raise InvalidRequest(
-                f"split: overlap_tokens is {overlap}, and a part has {own} tokens of the document; take at most a "
+                f"split: overlap_tokens is {overlap}, and a part has {room} tokens of the document; take at most a "
                 "quarter of them, so that parts go forward",
                 param="split",
             )
-        found = split.spans(text, written.token_starts, size=own, overlap=overlap, checkpoint=checkpoint)
-        return split.TextParts(text, found)
+        spans = split.spans(text, form.token_starts, size=room, overlap=overlap, checkpoint=checkpoint)
+        return split.TextParts(text, spans)
 
     def query(self, boundary: Boundary, prompt: Prompt, options: TemplateOptions | None = None) -> list[int]:
         """The token ids that ask `prompt` of a cache that ends at `boundary`. options: those of the cache's document,
@@ -249,10 +243,10 @@ class Encoder:
                 raise InvalidRequest("the prompt is empty; ask something", param="prompt")
             self.require_askable([prompt], "prompt")
             return self.require_text("prompt").question(boundary, prompt, options)
-        if not isinstance(prompt, Tensor) and prompt and isinstance(prompt[0], Mapping):
-            text = self.require_text("messages")
-            self.require_askable([turn["content"] for turn in check_messages(prompt)], "messages")  # type: ignore[arg-type]
-            return text.turns(boundary, prompt, options=options)  # type: ignore[arg-type]
+        if _are_messages(prompt):
+            form = self.require_text("messages")
+            self.require_askable([turn["content"] for turn in check_messages(prompt)], "messages")
+            return form.turns(boundary, prompt, options=options)
         return self._checked_ids(prompt, "prompt")
 
     def behind(self, identity: Identity, prompt: Prompt) -> list[int]:
@@ -260,26 +254,26 @@ class Encoder:
         return self.query(identity.boundary, prompt, TemplateOptions.behind(identity))
 
     def words(self, prompt: Prompt) -> list[int]:
-        """The token ids of what a question says, without the template: of a text, of the contents of messages, or the
-        ids that were given."""
+        """The token ids of a question's words, without the template: of a text, of the contents of messages, or token
+        ids as they are."""
         if isinstance(prompt, str):
             self.require_askable([prompt], "prompt")
             return self.require_text("prompt").encode(prompt)
-        if not isinstance(prompt, Tensor) and prompt and isinstance(prompt[0], Mapping):
-            said = "\n\n".join(turn["content"] for turn in check_messages(prompt))  # type: ignore[arg-type]
-            self.require_askable([said], "messages")
-            return self.require_text("messages").encode(said)
+        if _are_messages(prompt):
+            text = "\n\n".join(turn["content"] for turn in check_messages(prompt))
+            self.require_askable([text], "messages")
+            return self.require_text("messages").encode(text)
         return self._checked_ids(prompt, "prompt")
 
-    def appended(self, made: Identity, more: Document | EncodedDocument, protect: Rules = ()) -> EncodedDocument:
-        """What `more` appends to the cache with this identity: its token ids, and where the document ends with them.
+    def appended(self, identity: Identity, more: Document | EncodedDocument, protect: Rules = ()) -> EncodedDocument:
+        """The token ids that `more` appends to the cache with this identity, and the boundary at which they end.
 
-        A text goes on where the document ends, just as it is; messages are whole turns behind it. protect: as of
-        `document`, of what is appended alone. Raises `InvalidRequest`.
+        A text continues where the document ends, as it is; messages are whole turns behind it. protect: as of
+        `document`, of the appended tokens alone. Raises `InvalidRequest`.
         """
-        boundary, rules, texts, turns = made.boundary, list(map(written_rule, protect)), list[str](), None
+        boundary, rules, texts, turns = identity.boundary, list(map(written_rule, protect)), list[str](), None
         spans: tuple[tuple[int, int], ...] = ()
-        if isinstance(more, list | tuple) and more and isinstance(more[0], Mapping):
+        if _are_messages(more):
             more, rules = _without_marks(more, rules)
         if isinstance(more, EncodedDocument):
             ids, boundary, spans = more.token_ids, more.boundary, more.protect
@@ -292,31 +286,25 @@ class Encoder:
             self._require_fits([more], "document")
             texts = [more]
             ids = self.require_text("document").encode(more)
-        elif not isinstance(more, Tensor) and more and isinstance(more[0], Mapping):
-            if made.layout == "plain":
+        elif _are_messages(more):
+            if identity.layout == "plain":
                 raise InvalidRequest(
                     "this cache has the layout 'plain' and no turns; append a text to it", param="messages"
                 )
-            turns = check_messages(more, TOOL_ROLES)  # type: ignore[arg-type]
+            turns = check_messages(more, TOOL_ROLES)
             texts = [turn["content"] for turn in turns]
             self._require_fits(texts, "messages")
-            ids = self.require_text("messages").turns(
-                boundary,
-                more,  # type: ignore[arg-type]
-                opening=False,
-                roles=TOOL_ROLES,
-                options=TemplateOptions.behind(made),
-            )
+            options = TemplateOptions.behind(identity)
+            ids = self.require_text("messages").turns(boundary, more, opening=False, roles=TOOL_ROLES, options=options)
             boundary = cast(Boundary, f"after_{turns[-1]['role']}")
         else:
             ids = self._checked_ids(more, "token_ids")
         if not ids:
             raise DocumentTooShort("what is to be appended is empty; send at least one token", param="document")
-        encoded = EncodedDocument(ids, 0, made.layout, boundary, made.date, variables=made.variables)
+        encoded = EncodedDocument(ids, 0, identity.layout, boundary, identity.date, variables=identity.variables)
         if rules:
-            spans = joined_spans(
-                [*spans, *DocumentRules(rules, encoded, self.text, texts, turns, behind=made.boundary).spans()]
-            )
+            selected = DocumentRules(rules, encoded, self.text, texts, turns, behind=identity.boundary).spans()
+            spans = joined_spans([*spans, *selected])
         return replace(encoded, protect=spans)
 
     def search(self, query: str) -> list[int]:
@@ -347,7 +335,7 @@ class Encoder:
                     f"expected_questions[{i}] is {question!r}; it must be a text that is not empty",
                     param=f"expected_questions[{i}]",
                 )
-        # Their bytes are bounded above, and with the document they may be too long: that is said of the document.
+        # Their bytes are bounded above, and where they are too long with the document, that is said of the document.
         ask = self.require_text("expected_questions").question if expected_questions else None
         return DocumentView(
             token_ids=encoded.token_ids,
@@ -362,21 +350,21 @@ class Encoder:
             images=tuple((image.first, image.end) for image in encoded.images),
         )
 
-    def stored_view(self, made: Identity, entries: int) -> DocumentView:
-        """The entries of a KV head of a stored cache as policies see them: as many tokens, of which nobody knows the
-        text, behind those of the chat template."""
-        prefix = self.stored_prefix(made) if made.layout == "chat" else 0
+    def stored_view(self, identity: Identity, entries: int) -> DocumentView:
+        """The entries of a KV head of a stored cache as policies see them: as many tokens of an unknown text, behind
+        those of the chat template."""
+        prefix = self.stored_prefix(identity) if identity.layout == "chat" else 0
         return DocumentView(token_ids=range(entries), protected_prefix=prefix, max_tokens=self.max_tokens)
 
-    def stored_prefix(self, made: Identity) -> int:
+    def stored_prefix(self, identity: Identity) -> int:
         """First tokens of a stored cache that the chat template wrote, or the BOS token of a plain text."""
         if self.text is None:
             return 0
-        return self.text.document("", made.layout, TemplateOptions.behind(made)).protected_prefix
+        return self.text.document("", identity.layout, TemplateOptions.behind(identity)).protected_prefix
 
     def require_askable(self, texts: Sequence[str], param: str, room: int | None = None) -> None:
-        """Raises `InvalidRequest` about `param` where the texts of a question are more than the model takes, or than
-        `room` tokens, before they become tokens."""
+        """Raises `InvalidRequest` about `param` for texts of a question that have more than `room` tokens (default: as
+        many as the model takes), before they are encoded."""
         room = self.max_tokens if room is None else room
         least = self.text.bound.least(texts, room) if self.text is not None else 0
         if least > room:
@@ -388,7 +376,7 @@ class Encoder:
         )
 
     def _require_fits(self, texts: Sequence[str], param: str) -> None:
-        """Raises `DocumentTooLong` before texts become tokens, as far as it is known."""
+        """Raises `DocumentTooLong` for texts with too many bytes, before they are encoded."""
         self._require_length(self.require_text(param).bound.least(texts, self.max_tokens), "at least ")
 
     def _require_length(self, num_tokens: int, bound: str = "") -> None:
@@ -420,19 +408,24 @@ class Encoder:
         return list(ids)
 
 
+def _are_messages(document: Document | EncodedDocument) -> TypeGuard[Sequence[Message]]:
+    """Whether a document is messages, or blocks of text and images."""
+    return isinstance(document, Sequence) and len(document) > 0 and isinstance(document[0], Mapping)
+
+
 def _without_images(document: Any) -> tuple[Any, list[ImagePart]]:
-    """Blocks, or what may be some, without their images, and these."""
+    """Blocks without their images, and these; messages as they are."""
     try:
-        left, images = without_images(document)
+        rest, images = without_images(document)
     except ValueError as error:
         raise InvalidRequest(str(error), param="document") from error
     if len(images) > MAX_IMAGES:
         raise InvalidRequest(f"the document has {len(images)} images, and {MAX_IMAGES} are taken", param="images")
-    return left, [ImagePart.model_construct(**image) for image in images]
+    return rest, [ImagePart.model_construct(**image) for image in images]
 
 
 def _without_marks(document: Any, rules: Sequence[str]) -> tuple[Any, list[str]]:
-    """Blocks of text, or messages with some, as plain text, and with the rules those that say what was marked."""
+    """Blocks of text, or messages with some, as plain text, and the rules with those of the marked blocks."""
     if document == "":  # of images alone
         return document, list(rules)
     try:

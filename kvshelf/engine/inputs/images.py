@@ -33,7 +33,7 @@ def files_of(images: Sequence[ImagePart]) -> list[bytes]:
 
 
 def fewest_tokens(encoder: ImageEncoder, files: Sequence[bytes]) -> int:
-    """Of the images of a document, by their headers: each of them may yet be turned, as its EXIF says. Raises
+    """Fewest tokens of the images of a document, by their headers: each image may be turned, as its EXIF says. Raises
     `InvalidRequest` about an image, by its number, or about too many pixels."""
     sizes = [size_of(data, f"images[{number}]") for number, data in enumerate(files)]
     for number, (width, height) in enumerate(sizes):
@@ -63,10 +63,10 @@ def with_images(
     require_length: Callable[..., None],
 ) -> tuple[EncodedDocument, list[Span]]:
     """A text with images at their places, and the characters of the text in each token behind the template's, as of
-    `TextFormat.spans`; those of an image have none. require_length: raises for so many
-    tokens; behind them it takes words before the number, for a message.
+    `TextFormat.spans`; tokens of an image have none. require_length: raises for too many tokens; its second argument
+    stands before the number in the message.
 
-    The text behind an image is tokenized apart from that before it, as transformers does: marks of their own stand
+    The text behind an image is tokenized apart from the text before it, as transformers does: special tokens stand
     around an image. Raises `InvalidRequest` about an image, by its number.
     """
     ends = [image.at for image in images]
@@ -83,20 +83,17 @@ def with_images(
     ids, chars = list(document.token_ids), form.spans(text[: ends[0]], document)
     placed = list[PlacedImage]()
     for number, (image, data, end) in enumerate(zip(images, files, [*ends[1:], len(text)], strict=True)):
-        seen = pixels(data, param := f"images[{number}]")
-        own = encoder.token_ids(seen.size, param)
-        placed.append(PlacedImage(len(ids), len(ids) + len(own), pixels_digest(seen), data))
-        piece, place = text[image.at : end], _place_behind(form, own[-1])
-        chars += [(image.at, image.at)] * len(own)
+        picture = pixels(data, param := f"images[{number}]")
+        image_ids = encoder.token_ids(picture.size, param)
+        placed.append(PlacedImage(len(ids), len(ids) + len(image_ids), pixels_digest(picture), data))
+        mark = next((mark for mark in form.tokens.marks.values() if mark.id == image_ids[-1]), None)
+        place: Place = "behind text" if mark is None or mark.normalized else "behind mark"
+        piece = text[image.at : end]
+        chars += [(image.at, image.at)] * len(image_ids)
         chars += [(image.at + a, image.at + b) for a, b in form.tokens.spans(piece, place)]
-        ids += own + form.tokens.encode(piece, place)
+        ids += image_ids + form.tokens.encode(piece, place)
         require_length(len(ids))
     named = document.named_ids
     if named is not None:
         named = named + ids[len(document.token_ids) :]
     return replace(document, token_ids=ids, named_ids=named, images=tuple(placed)), chars
-
-
-def _place_behind(form: TextFormat, token: int) -> Place:
-    mark = next((mark for mark in form.tokens.marks.values() if mark.id == token), None)
-    return "behind text" if mark is None or mark.normalized else "behind mark"

@@ -27,8 +27,8 @@ from kvshelf.model.images import PlacedImage
 
 @dataclass(frozen=True, eq=False)
 class Parent:
-    """A stored cache that tokens are appended to. coder: of codec klt, with the transforms of the cache; None under any
-    other codec. decoder: as of `Coders.decoder_of`. devices, rotate: as of an `Attachment`."""
+    """A stored cache to which tokens are appended. coder: of codec klt, with the transforms of the cache; None under
+    any other codec. decoder: as of `Coders.decoder_of`. devices, rotate: as of an `Attachment`."""
 
     cache: CompressedCache
     coder: Coder | None
@@ -43,7 +43,7 @@ class Parent:
 
     @property
     def layers(self) -> Sequence[LayerRecord]:
-        """Those of `plain`, where the model's layers are."""
+        """The layers of `plain`, where the model's layers are."""
         return self.plain.to(self.devices).layers
 
     @cached_property
@@ -56,7 +56,7 @@ class Parent:
 class Job:
     """A checked and tokenized document, ready to be compressed. Its identity is known before any work is done.
 
-    parent: what the document is appended to; None: it is compressed as one. images: of the document.
+    parent: the cache that the document is appended to, if it is. images: of the document.
     """
 
     document: DocumentView
@@ -70,7 +70,7 @@ class Job:
 
     @property
     def num_tokens(self) -> int:
-        """Of the document, without those that it is appended to."""
+        """Of the document, without those of the parent."""
         return self.document.num_tokens
 
     @property
@@ -80,7 +80,7 @@ class Job:
 
     @property
     def soft(self) -> Soft | None:
-        """The learned tokens among its passes: one of them has some at most."""
+        """The learned tokens of its passes: at most one pass has some."""
         first = self.num_tokens
         for probe in self.passes:
             if probe.soft is not None:
@@ -89,21 +89,16 @@ class Job:
         return None
 
     def inputs(self, device: torch.device, measured: Sequence[ProbePass] = ()) -> dict[str, Tensor]:
-        """Inputs of one forward pass: ids and positions of the document and of every probe pass behind it.
-
-        `measured`: more passes, behind those of the policy, which the policy does not see.
-        """
+        """Inputs of one forward pass: ids and positions of the document and of every probe pass behind it. measured:
+        more passes behind those of the policy, which the policy does not see."""
         ids, positions = list(self.document.token_ids), list(range(self.num_tokens))
         for probe in (*self.passes, *measured):
             ids += probe.token_ids
             positions += range(probe.first_position, probe.first_position + len(probe.token_ids))
         input_ids, position_ids = upload([torch.tensor([ids]), torch.tensor([positions])], device)
         # Without a mask, transformers would take positions that start again for packed sequences.
-        return {
-            "input_ids": input_ids,
-            "position_ids": position_ids,
-            "attention_mask": torch.ones_like(input_ids),
-        }
+        attention_mask = torch.ones_like(input_ids)
+        return {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": attention_mask}
 
 
 @dataclass(frozen=True)
@@ -119,19 +114,19 @@ class Level:
 
     @property
     def identity(self) -> Identity:
-        """That of the encoded cache."""
+        """The identity of the encoded cache."""
         return self.job.identity if self.transforms is None else self.transforms.mark(self.job.identity)
 
     @property
     def keeps_all(self) -> bool:
-        """Whether the result is the full cache, bit by bit: what is made of residuals is so up to rounding."""
+        """Whether the result is the full cache to the bit; keys and values made of residuals are so up to rounding."""
         policy, whole = self.job.policy, self.job.budget.tokens == self.job.num_tokens
         return self.codec == "none" and whole and not (policy.prunes or policy.has_residuals)
 
     @property
     def loses_nothing(self) -> bool:
-        """Whether the result answers as the full cache of its whole document. What is appended to a cache does not,
-        where the cache has lost something."""
+        """Whether the result answers as the full cache of its whole document. Tokens that are appended to a cache may
+        not: the cache may have lost entries."""
         return self.keeps_all and self.job.parent is None
 
 
@@ -142,17 +137,9 @@ def shared(levels: Sequence[Level]) -> list[list[Level]]:
     Policies with different probe passes do not share one either: the passes of one would change last bits of the
     other's scores, and equal requests must give equal bytes.
     """
-    groups: list[list[Level]] = []
+    groups: dict[object, list[Level]] = {}
     for level in levels:
-        for group in groups:
-            if group[0].job is level.job or _alike(group[0].job, level.job):
-                group.append(level)
-                break
-        else:
-            groups.append([level])
-    return groups
-
-
-def _alike(one: Job, other: Job) -> bool:
-    whole = one.absorber is None and other.absorber is None
-    return whole and one.identity.document == other.identity.document and one.passes == other.passes
+        job = level.job
+        key = (job.identity.document, job.passes) if job.absorber is None else id(job)
+        groups.setdefault(key, []).append(level)
+    return list(groups.values())

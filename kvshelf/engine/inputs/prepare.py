@@ -37,14 +37,14 @@ class Preparer:
         budget: Budget,
         *,
         encoded: EncodedDocument,
-        given: frozenset[str],
+        chosen: frozenset[str],
         questions: Sequence[str],
         parent: Parent | None = None,
     ) -> Job:
         """The job that compresses `document` by `policy`. With a budget for the whole document the policy has no work.
 
-        encoded: the same document, with its layout. given: the parameters that the caller chose, which are not
-        fitted. questions: the expected ones, as texts. parent: what `document` is appended to. Raises
+        encoded: the same document, with its layout. chosen: the parameters that the caller chose, which are not fitted.
+        questions: the expected ones, as texts. parent: the cache that `document` is appended to. Raises
         `PolicyUnsupported`, `InvalidRequest` or `DocumentTooLong`.
         """
         document = self.of_model(document)
@@ -62,13 +62,20 @@ class Preparer:
         require_possible(combination)
         if combination.at_work is not None:
             document = self.gated(self.calibrated(document, policy), policy)
-            judged, left = document.judged, budget.beside(document.num_protected, document.num_tokens)
+            judged, rest = document.judged, budget.beside(document.num_protected, document.num_tokens)
             if policy.indexes:  # of all entries, which it keeps
-                judged, left = document, budget
-            policy = policy.fitted(judged, left, given)
+                judged, rest = document, budget
+            policy = policy.fitted(judged, rest, chosen)
             passes = tuple(policy.probe_passes(judged))
-            self._require_room(passes)
-            absorber = policy.absorber(judged, left)
+            for probe in passes:
+                end = probe.first_position + len(probe.token_ids)
+                if end > self.facts.max_tokens:
+                    raise DocumentTooLong(
+                        f"the policy runs {len(probe.token_ids)} tokens behind the document, up to position {end}, and "
+                        f"{self.facts.name!r} takes {self.facts.max_tokens} tokens; shorten the document or the probe",
+                        param="document",
+                    )
+            absorber = policy.absorber(judged, rest)
             # Again: what a policy runs is known once it is fitted, and fitting reads files that other refusals spare.
             combination = replace(combination, policy=policy, passes=passes, absorber=absorber)
             require_possible(combination)
@@ -82,7 +89,7 @@ class Preparer:
     def _identity(
         self, document: DocumentView, fitted: Combination, encoded: EncodedDocument, questions: Sequence[str]
     ) -> Identity:
-        """Of what a fitted policy makes of a document, as if it were appended to nothing."""
+        """The identity of a document that a fitted policy reduces, as if it were appended to nothing."""
         policy, budget = fitted.policy, fitted.budget
         assert policy is not None
         assert budget is not None
@@ -111,7 +118,7 @@ class Preparer:
         )
 
     def of_model(self, document: DocumentView) -> DocumentView:
-        """The document with what policies may know of the model."""
+        """The document with the model's sizes, as policies see it."""
         return replace(document, num_layers=len(reducible(self.facts.kinds)), group=self.group)
 
     @property
@@ -121,41 +128,29 @@ class Preparer:
         return heads // int(getattr(self.facts.model.config, "num_key_value_heads", None) or heads)
 
     def calibrated(self, document: DocumentView, policy: Policy) -> DocumentView:
-        """The document with the model's calibration, for a policy that needs one. Looked for anew each time, so that
-        one made while the engine runs counts at once."""
+        """The document with the model's calibration, for a policy that needs one. The file is looked for each time, so
+        that a calibration made while the engine runs counts at once."""
         if Needs.CALIBRATION not in policy.needs:
             return document
         heads = (int(self.facts.model.config.num_attention_heads),)
-        found = calibration.find(self.facts.identity, self.facts.folder, calibration.Calibration, heads, "the policy")
-        return replace(document, calibration=found)
+        file = calibration.find(self.facts.identity, self.facts.folder, calibration.Calibration, heads, "the policy")
+        return replace(document, calibration=file)
 
     def gated(self, document: DocumentView, policy: Policy) -> DocumentView:
-        """The document with the model's gates for a policy that needs some. Looked for anew each time, as above."""
+        """The document with the model's gates for a policy that needs some. The file is looked for each time, too."""
         if Needs.GATES not in policy.needs:
             return document
         gates = policy.gate_file(self.facts.identity, self.facts.model.config.name_or_path, self.geometry)
         return replace(document, gates=gates)
 
-    def _require_room(self, passes: Sequence[ProbePass]) -> None:
-        """Refuse probe passes that reach beyond the longest sequence of the model."""
-        for probe in passes:
-            end = probe.first_position + len(probe.token_ids)
-            if end > self.facts.max_tokens:
-                raise DocumentTooLong(
-                    f"the policy runs {len(probe.token_ids)} tokens behind the document, up to position {end}, and "
-                    f"{self.facts.name!r} takes {self.facts.max_tokens} tokens; shorten the document or the probe",
-                    param="document",
-                )
-
     @property
     def geometry(self) -> Geometry:
-        """What the shapes of gates follow from."""
+        """The sizes of the model that gates depend on."""
         config = self.facts.model.config
-        heads = int(config.num_attention_heads)
+        heads, layers = int(config.num_attention_heads), len(reducible(self.facts.kinds))
         width = getattr(config, "intermediate_size", None) or 0
         within = int(max(width) if isinstance(width, list) else width)  # Gemma 3n has one for each layer
-        sizes = head_size(config), int(config.hidden_size), within
-        return Geometry(len(reducible(self.facts.kinds)), heads, heads // self.group, *sizes)
+        return Geometry(layers, heads, heads // self.group, head_size(config), int(config.hidden_size), within)
 
 
 def as_bytes(token_ids: Sequence[int]) -> bytes:

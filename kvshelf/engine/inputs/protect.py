@@ -1,4 +1,4 @@
-"""The rules of `protect`: which tokens of a document they are about."""
+"""The rules of `protect`, and the tokens of a document that they select."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Chars = tuple[int, int, int]
 """The place of a message, 0 for a text, and characters of it: from the first up to the one behind the last."""
 
 MAX_PLACES: Final = 20_000
-"""Places of a document that one rule may be about, before those that touch are joined."""
+"""Most places of a document that one rule may select, before those that touch are joined."""
 _MAX_READINGS: Final = 16
 """Rules that look at every line: a million short lines take half a second each."""
 _FORMS: Final = "system, headings, first:N, text:..., lines:REGEX, chars:A-B, message:I, message:I:A-B or tokens:A-B"
@@ -27,8 +27,9 @@ _FORMS: Final = "system, headings, first:N, text:..., lines:REGEX, chars:A-B, me
 
 @dataclass(frozen=True)
 class DocumentRules:
-    """The rules of one document. texts: what it says, of a conversation that of each message; none where it is token
-    ids. messages: of a conversation. behind: where the cache ends to which the document is appended, if it is."""
+    """The rules of one document. texts: its text, or that of each message; empty where it is token ids. messages: of a
+    conversation. behind: the boundary of the cache to which the document is appended, if it is. chars: as of
+    `images.with_images`, if it has images."""
 
     rules: Sequence[str]
     encoded: EncodedDocument
@@ -39,8 +40,8 @@ class DocumentRules:
     chars: Sequence[Span] | None = None
 
     def spans(self) -> tuple[Span, ...]:
-        """The tokens that the rules are about, as of an `Identity`. Raises `InvalidRequest` that names the rule: for
-        one that cannot be read, that is about nothing in this document, or beyond its end."""
+        """The tokens that the rules select, as of an `Identity`. Raises `InvalidRequest` that names the rule, for a
+        rule that cannot be read, that selects nothing of this document, or that reaches beyond its end."""
         readings = sum(isinstance(rule, str) and rule.startswith(("lines", "headings")) for rule in self.rules)
         if readings > _MAX_READINGS:
             raise InvalidRequest(
@@ -54,10 +55,10 @@ class DocumentRules:
             find = _READERS.get(name)
             if find is None or (name in ("system", "headings") and rest):
                 raise refused(rule, f"it is none of {_FORMS}")
-            own = [(first, end) for first, end in find(self, rule, rest) if first < end]
-            if not own:
+            selected = [(first, end) for first, end in find(self, rule, rest) if first < end]
+            if not selected:
                 raise refused(rule, "nothing in the document is that")
-            spans += own
+            spans += selected
         joined = joined_spans(spans)
         if len(joined) > MAX_PROTECTED_SPANS:
             raise InvalidRequest(
@@ -92,12 +93,11 @@ class DocumentRules:
                     "where; take first:N or tokens:A-B",
                 )
             return self.form.message_spans(self.messages, self.encoded, chars, self.behind)
-        text = self.texts[0]
-        tokens = self.chars
+        text, tokens = self.texts[0], self.chars
         if tokens is None:
             tokens = self.form.spans(text, self.encoded) if self.behind is None else self.form.tokens.spans(text)
         before = self.num_tokens - len(tokens)
-        starts, ends = ([span[side] for span in tokens] for side in (0, 1))
+        starts, ends = [start for start, _ in tokens], [end for _, end in tokens]
         return [(before + bisect_right(ends, first), before + bisect_left(starts, end)) for _, first, end in chars]
 
 
@@ -117,19 +117,22 @@ def _first(document: DocumentRules, rule: str, rest: str) -> list[Span]:
     count = _number(rule, rest)
     end = document.encoded.protected_prefix + count
     if not count > 0 or end > document.num_tokens:
-        own = document.num_tokens - document.encoded.protected_prefix
-        raise refused(rule, f"the document has {own} tokens; give from 1 to so many")
+        most = document.num_tokens - document.encoded.protected_prefix
+        raise refused(rule, f"the document has {most} tokens; give from 1 to so many")
     return [(0, end)]
 
 
 def _text(document: DocumentRules, rule: str, rest: str) -> list[Span]:
     if not rest:
         raise refused(rule, "it names no text")
-    return document.of_chars(rule, (chars for at, text in enumerate(document.texts) for chars in _all(at, text, rest)))
+    return document.of_chars(
+        rule, (chars for at, text in enumerate(document.texts) for chars in _occurrences(at, text, rest))
+    )
 
 
 def _matching(document: DocumentRules, rule: str, rest: str) -> list[Span]:
-    """Lines, because the engine of patterns that takes time in proportion to the text says whether, and not where."""
+    """Whole lines: the engine of patterns whose time is in proportion to the text says whether a line matches, and not
+    where."""
     try:
         matches = matching(rest)
     except ValueError as error:
@@ -172,7 +175,6 @@ _READERS: Final[dict[str, Callable[[DocumentRules, str, str], list[Span]]]] = {
 
 
 def refused(rule: Any, why: str) -> InvalidRequest:
-    """The error about a rule."""
     return InvalidRequest(f"protect {rule!r:.120}: {why}", param="protect")
 
 
@@ -187,30 +189,30 @@ def _range(rule: str, text: str) -> Span:
     return _number(rule, first), _number(rule, end)
 
 
-def _all(at: int, text: str, wanted: str) -> Iterator[Chars]:
-    """Each time that a text occurs in another, from left to right."""
-    first = text.find(wanted)
+def _occurrences(at: int, text: str, part: str) -> Iterator[Chars]:
+    """The places of `part` in a text, from left to right, without overlaps."""
+    first = text.find(part)
     while first >= 0:
-        yield at, first, first + len(wanted)
-        first = text.find(wanted, first + len(wanted))
+        yield at, first, first + len(part)
+        first = text.find(part, first + len(part))
 
 
-def _lines(texts: Sequence[str], wanted: Callable[[str, str], bool]) -> Iterator[Chars]:
-    """The lines that are wanted, by their own text and that of the next."""
+def _lines(texts: Sequence[str], matches: Callable[[str, str], bool]) -> Iterator[Chars]:
+    """The lines that match, by their own text and that of the next."""
     for at, text in enumerate(texts):
         lines, first = text.split("\n"), 0
         for line, following in zip(lines, [*lines[1:], ""], strict=True):
-            if line.strip() and wanted(line.rstrip("\r"), following):
+            if line.strip() and matches(line.rstrip("\r"), following):
                 yield at, first, first + len(line)
             first += len(line) + 1
 
 
 def joined_spans(spans: Sequence[Span]) -> tuple[Span, ...]:
-    """Ascending, those that touch as one."""
-    made: list[Span] = []
+    """Ascending; spans that touch are joined."""
+    joined: list[Span] = []
     for first, end in sorted(spans):
-        if made and first <= made[-1][1]:
-            made[-1] = made[-1][0], max(made[-1][1], end)
+        if joined and first <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(joined[-1][1], end)
         else:
-            made.append((first, end))
-    return tuple(made)
+            joined.append((first, end))
+    return tuple(joined)

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 
 class _SharedBatch(DecodeBatch):
-    """A batch of which each rank steps its heads."""
-
     def __init__(self, passes: Passes) -> None:
         super().__init__(passes)
         self._lead = _lead(passes)
@@ -44,15 +42,15 @@ class _SharedBatch(DecodeBatch):
     def step(
         self, generations: Sequence[Generation], checkpoint: Checkpoint | None = None, wait: Wait = block
     ) -> list[Piece | Exception]:
-        """See `DecodeBatch.step`. The checkpoint is called before the pass alone, and documents arrive whole: no rank
-        can leave a pass that the others are in."""
+        """See `DecodeBatch.step`. The checkpoint is called only before the pass, and documents have arrived whole: no
+        rank can leave a pass that the others are in."""
         if self._one_by_one and len(generations) > 1:
             return super().step(generations, checkpoint, wait)
         (checkpoint or nothing)()
         documents = {part.number: part for generation in generations for part in generation.document.parts}
         for document in documents.values():
             self._lead.share(document, self._passes.facts.kv_heads, wait)
-        with self._lead.together(Step([self._told(generation) for generation in generations])):
+        with self._lead.together(Step([self._answer_step(generation) for generation in generations])):
             return super().step(generations)
 
     def leave(self, generation: Generation) -> None:
@@ -60,8 +58,7 @@ class _SharedBatch(DecodeBatch):
         if (number := self._answers.get(generation)) is not None:
             self._lead.leave(number)
 
-    def _told(self, generation: Generation) -> AnswerStep:
-        """What the other ranks have to know of an answer for its next step."""
+    def _answer_step(self, generation: Generation) -> AnswerStep:
         number = self._answers.get(generation)
         if number is None:
             number = self._answers[generation] = next(self._lead.numbers)
@@ -75,8 +72,6 @@ class _SharedAsker(Asker):
 
 
 class _SharedCompressor(Compressor):
-    """One whose passes all ranks run."""
-
     def prefill(
         self,
         group: Sequence[Level],
@@ -115,7 +110,7 @@ class ParallelEngine(Engine):
     _asker: ClassVar = _SharedAsker
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, *, name: str, lead: LeadingRank) -> None:
-        """model: loaded by `loading.load` with as many ranks, at the same time as by the others."""
+        """model: loaded by `loading.load` with as many ranks as `lead` has, at the same time as by the others."""
         super().__init__(model, tokenizer, name=name, ranks=lead)
         self.lead = lead
         self.passes.layer_shapes  # noqa: B018 - measured here, where the other ranks measure theirs
@@ -136,9 +131,8 @@ class ParallelEngine(Engine):
         weights: str = "plain",
     ) -> ParallelEngine:
         """As `Engine.load`, by this process and `ranks` - 1 others that it starts, each on a GPU of its own, or all on
-        the CPU. shown: the engine's name, where it is another than the model's. A process can have one such engine at a
-        time. Raises `InvalidRequest` and `PolicyUnsupported` before the others start where the model cannot be shared
-        by so many, as with weights in int8."""
+        the CPU. A process can have one such engine at a time. Raises `InvalidRequest` and `PolicyUnsupported` before
+        the others start where the model cannot be shared by so many, as with weights in int8."""
         models.require_shared(name, ranks, device, weights)
         if dist.is_initialized():
             raise InvalidRequest(

@@ -1,6 +1,6 @@
-"""A rank other than 0: does what rank 0 asks, with its own heads. `LeadingRank.started` starts its process.
+"""A rank other than 0: runs the operations of rank 0 with its own heads. `LeadingRank.started` starts its process.
 
-It ends when rank 0 does, when it fails where the others do not, and when rank 0 says so by closing the pipe.
+It ends when rank 0 ends, when it fails where the others do not, and when rank 0 closes the pipe.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from kvshelf.model import loading as models
 from kvshelf.model.prepacking import prepack
 
 SETTLE_S: Final = 8.0
-"""A failed rank waits so long for `Signal.SETTLED`. Without it, rank 0 is inside the operation and waits for this rank
-in vain: then this rank ends, which rank 0 notices."""
+"""How long a failed rank waits for `Signal.SETTLED`. Where none comes, rank 0 is inside the operation and waits for
+this rank in vain: then this rank ends, which rank 0 notices."""
 
 _UNBOUNDED: Final = 1 << 40
 
@@ -52,7 +52,7 @@ class Start:
 
 
 class FollowingRank(SharedModel):
-    """The place of this process, which sends its reduced layers to rank 0."""
+    """This process, which sends its reduced layers to rank 0."""
 
     def __init__(self, start: Start, channel: operations.Channel) -> None:
         super().__init__(start.rank, start.size)
@@ -60,12 +60,12 @@ class FollowingRank(SharedModel):
 
     def joined(self, layers: Sequence[LayerRecord]) -> tuple[LayerRecord, ...]:
         for layer in layers:
-            self._channel.tell(sent(layer))
+            self._channel.send(sent(layer))
         return tuple(layers)
 
 
 class _NoCoders(Coders):
-    """Those of a rank that encodes no cache, because it has only some heads of each."""
+    """The coders of a rank that encodes no cache, because it has only some heads of each."""
 
     def encoded(self, cache: CompressedCache, codec: str) -> CompressedCache:  # noqa: ARG002
         return cache
@@ -88,9 +88,9 @@ class Follower:
     def serve(self) -> None:
         """Returns when rank 0 has ended."""
         self._channel.text = self._engine.text
-        self._channel.tell(operations.Signal.DONE)
+        self._channel.send(operations.Signal.DONE)
         while True:
-            message = self._channel.heard()
+            message = self._channel.receive()
             assert isinstance(message, operations.Request), message
             self._run(message)
 
@@ -103,13 +103,13 @@ class Follower:
         try:
             self._do(request.operation)
         except Exception as error:
-            self._channel.tell(operations.Failed.of(error))
+            self._channel.send(operations.Failed.of(error))
             if not self._channel.pipe.poll(SETTLE_S):
                 raise  # the others wait for this rank inside the operation
-            settled = self._channel.heard()
+            settled = self._channel.receive()
             assert settled is operations.Signal.SETTLED, settled
         else:
-            self._channel.tell(operations.Signal.DONE)
+            self._channel.send(operations.Signal.DONE)
 
     def _do(self, operation: operations.Operation) -> None:
         match operation:
@@ -126,13 +126,13 @@ class Follower:
                     for _ in ask(self._engine.model, probe, past):
                         pass  # the first rank reads the logits
             case operations.Step(answers):
-                self._batch.step([self._continued(each) for each in answers])
+                self._batch.step([self._continued(step) for step in answers])
 
     def _continued(self, step: operations.AnswerStep) -> Generation:
-        """The answer as rank 0 has it: this rank chooses no tokens."""
-        found = self._answers.get(step.number)
-        if found is None:
-            found = Generation(
+        """The answer with the tokens of rank 0: this rank chooses none."""
+        answer = self._answers.get(step.number)
+        if answer is None:
+            answer = self._answers[step.number] = Generation(
                 self._documents[step.document],
                 (),
                 Sampling(max_tokens=_UNBOUNDED),
@@ -140,15 +140,14 @@ class Follower:
                 tokens=AnswerTokens(),
                 reads=AnswerReads(),
             )
-            self._answers[step.number] = found
-        found.pending = list(step.pending)
-        if found.row.stored != step.length:
-            raise InternalError(f"an answer has {found.row.stored} tokens here, and {step.length} on rank 0")
-        return found
+        answer.pending = list(step.pending)
+        if answer.row.stored != step.length:
+            raise InternalError(f"an answer has {answer.row.stored} tokens here, and {step.length} on rank 0")
+        return answer
 
     def _pause(self) -> None:
-        """A checkpoint: do what rank 0 asks meanwhile, until it goes on."""
-        while (message := self._channel.heard()) is not operations.Signal.GO_ON:
+        """A checkpoint: run the requests of rank 0 until it goes on."""
+        while (message := self._channel.receive()) is not operations.Signal.GO_ON:
             if message is operations.Signal.GIVE_UP:
                 raise Cancelled("rank 0 gave the document up")
             assert isinstance(message, operations.Request), message
@@ -156,13 +155,13 @@ class Follower:
 
 
 def main(descriptor: int) -> None:
-    """The process. descriptor: of the pipe to rank 0."""
+    """Run this process. descriptor: of the pipe to rank 0."""
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     channel = operations.Channel(Connection(descriptor))
-    start: Start = channel.heard()
+    start: Start = channel.receive()
     torch.set_num_threads(start.threads)
-    channel.tell(operations.Signal.DONE)
-    channel.heard()  # all are there: from here on each waits for the others
+    channel.send(operations.Signal.DONE)
+    channel.receive()  # all have started: from here on each waits for the others
     join_group(start.rank, start.size, start.meeting)
     try:
         model, tokenizer = models.load(start.name, device=start.device, dtype=start.dtype, ranks=start.size)
@@ -171,12 +170,12 @@ def main(descriptor: int) -> None:
         prepack(model)
         follower = Follower(engine, channel)
     except Exception as error:
-        channel.tell(operations.Failed.of(error))
+        channel.send(operations.Failed.of(error))
         raise
     try:
         follower.serve()
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        os._exit(0)  # rank 0 has ended; what waits for it in a collective operation would wait for ever
+        os._exit(0)  # rank 0 has ended; a thread in a collective operation would wait for it for ever
 
 
 def _end_with_parent(parent: int) -> None:

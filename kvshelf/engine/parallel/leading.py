@@ -1,4 +1,4 @@
-"""Rank 0 and the processes that it starts: whatever it runs of a shared model, the others run at the same time."""
+"""Rank 0 and the processes that it starts: each operation of a shared model is run by all of them at the same time."""
 
 from __future__ import annotations
 
@@ -24,32 +24,25 @@ from kvshelf.artifact.heads import cut, joined
 from kvshelf.artifact.records import LayerRecord
 from kvshelf.engine.attention.attachment import Attachment, Wait, block
 from kvshelf.engine.parallel.follower import SETTLE_S, Start
-from kvshelf.engine.parallel.operations import (
-    Attach,
-    Channel,
-    Failed,
-    Operation,
-    Request,
-    Signal,
-)
+from kvshelf.engine.parallel.operations import Attach, Channel, Failed, Operation, Request, Signal
 from kvshelf.engine.progress import Checkpoint
 from kvshelf.engine.ranks import SharedModel, join_group, sent
 from kvshelf.errors import WorkerCrashed
 from kvshelf.model.text import TextFormat
 
 OnLost = Callable[[WorkerCrashed], None]
-"""Is told, on a thread of its own, that a rank has ended, so that the engine can do nothing more."""
+"""Called on a thread of its own when a rank has ended, so that the engine can do nothing more."""
 
 _START_S: Final = 120.0
 """Longest time from a rank's start until its imports are done."""
 
 _ENDING_S: Final = 5.0
-"""What waits for a dead process fails a little before the process can be seen to be dead."""
+"""Longest wait for a process to end: its pipe fails a little before the process is seen to be dead."""
 
 
 class _Rank:
-    """One of the other processes, and the pipe to it. under_way: operations that it has not ended, one within the
-    other. ending: whether it is to end."""
+    """One of the other processes, and the pipe to it. under_way: operations that it has not ended, nested. ending:
+    whether this process ends it."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -67,23 +60,23 @@ class _Rank:
         )
         theirs.close()
 
-    def heard(self) -> Any:
-        """The next message. Raises as `Channel.heard`."""
-        message = self.channel.heard()
+    def receive(self) -> Any:
+        """The next message. Raises as `Channel.receive`."""
+        message = self.channel.receive()
         if message is Signal.DONE or isinstance(message, Failed):
             self.under_way -= 1
         if isinstance(message, Failed):
-            self.channel.tell(Signal.SETTLED)
+            self.channel.send(Signal.SETTLED)
         return message
 
     @property
     def fate(self) -> str:
-        """How the process ended, waiting for its end a moment."""
+        """How the process ended, once it has, or after a moment."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(_ENDING_S)
         code = self.process.poll()
-        told = "still runs" if code is None else f"ended by signal {-code}" if code < 0 else f"ended with code {code}"
-        return f"rank {self.number} (process {self.process.pid}) {told}"
+        end = "still runs" if code is None else f"ended by signal {-code}" if code < 0 else f"ended with code {code}"
+        return f"rank {self.number} (process {self.process.pid}) {end}"
 
 
 class LeadingRank(SharedModel):
@@ -95,10 +88,10 @@ class LeadingRank(SharedModel):
         self._ranks = ranks
         self._left: deque[int] = deque()
         self._dropped: deque[int] = deque()
-        self._known: set[int] = set()
+        self._shared: set[int] = set()
         """The numbers of the documents that the other ranks have."""
         self.numbers = count()
-        """Of answers, of all batches together."""
+        """The numbers of answers, of all batches together."""
         self.on_lost: OnLost | None = None
         self._threads = torch.get_num_threads()
         self._close = weakref.finalize(self, _end, ranks, folder)
@@ -115,16 +108,16 @@ class LeadingRank(SharedModel):
         lead = cls(name, ranks, folder)
         for rank in ranks:
             rank.under_way += 1
-            rank.channel.tell(Start(name, device, dtype, rank.number, size, threads, meeting))
+            rank.channel.send(Start(name, device, dtype, rank.number, size, threads, meeting))
         torch.set_num_threads(threads)
         try:
             for rank in ranks:
                 if not rank.channel.pipe.poll(_START_S):
                     raise WorkerCrashed(f"{name!r}: rank {rank.number} did not start within {_START_S:g} s")
-                lead._heard(rank)
+                lead._receive(rank)
             for rank in ranks:
                 rank.under_way += 1
-                rank.channel.tell(Signal.GO_ON)
+                rank.channel.send(Signal.GO_ON)
             join_group(0, size, meeting)
         except BaseException:
             lead.close()
@@ -140,7 +133,7 @@ class LeadingRank(SharedModel):
         """Wait until the other ranks have loaded the model, too. Raises the error of one that could not. text: the
         model's tokenizer."""
         for rank in self._ranks:
-            self._heard(rank)
+            self._receive(rank)
             rank.channel.text = text
 
     def close(self) -> None:
@@ -160,12 +153,13 @@ class LeadingRank(SharedModel):
 
         Raises the error of another rank, and `WorkerCrashed` where one has ended.
         """
-        left, dropped = ([held.popleft() for _ in range(len(held))] for held in (self._left, self._dropped))
-        each = operations * len(self._ranks) if len(operations) == 1 else operations
+        left = [self._left.popleft() for _ in range(len(self._left))]
+        dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
+        by_rank = operations * len(self._ranks) if len(operations) == 1 else operations
         before = self._ranks[0].under_way
-        for rank, operation in zip(self._ranks, each, strict=True):
+        for rank, operation in zip(self._ranks, by_rank, strict=True):
             rank.under_way += 1
-            self._tell(rank, Request(operation, left, dropped))
+            self._send(rank, Request(operation, left, dropped))
         try:
             yield
         except BaseException as error:
@@ -177,35 +171,36 @@ class LeadingRank(SharedModel):
                 raise end.error
 
     def shared(self, checkpoint: Checkpoint) -> Checkpoint:
-        """A checkpoint during which the other ranks pause, and may be asked for other operations."""
+        """A checkpoint during which the other ranks pause and run other operations."""
 
         def paused() -> None:
+            signal = Signal.GIVE_UP
             try:
                 checkpoint()
-            except BaseException:
-                self._tell_all(Signal.GIVE_UP)
-                raise
-            self._tell_all(Signal.GO_ON)
+                signal = Signal.GO_ON
+            finally:
+                for rank in self._ranks:
+                    self._send(rank, signal)
 
         return paused
 
     def joined(self, layers: Sequence[LayerRecord]) -> tuple[LayerRecord, ...]:
-        return tuple(joined([sent(layer), *map(self._heard, self._ranks)]) for layer in layers)
+        return tuple(joined([sent(layer), *map(self._receive, self._ranks)]) for layer in layers)
 
     def share(self, document: Attachment, kv_heads: int, wait: Wait = block) -> None:
-        """Have the other ranks take their heads of a document, of `kv_heads`, unless they have."""
-        if document.number in self._known:
+        """Send the other ranks their heads of a document, of `kv_heads`, once."""
+        if document.number in self._shared:
             return
-        layers = document.layers(wait)
-        heads = (self.heads_of(rank, kv_heads) for rank in range(1, self.size))
-        parts = (tuple(cut(layer, *of_rank) for layer in layers) for of_rank in heads)
-        told = (document.num_tokens, document.next_position, document.identity)
-        with self.together(*(Attach(document.number, CompressedCache(part, *told)) for part in parts)):
-            self._known.add(document.number)
+        layers, caches = document.layers(wait), []
+        for rank in range(1, self.size):
+            part = tuple(cut(layer, *self.heads_of(rank, kv_heads)) for layer in layers)
+            caches.append(CompressedCache(part, document.num_tokens, document.next_position, document.identity))
+        with self.together(*(Attach(document.number, cache) for cache in caches)):
+            self._shared.add(document.number)
         weakref.finalize(document, self._forget, document.number)
 
     def leave(self, answer: int) -> None:
-        """Have the other ranks forget an answer, before the next operation."""
+        """Have the other ranks forget an answer, before the next operation. Any thread may call it."""
         self._left.append(answer)
 
     def drop(self, document: int) -> None:
@@ -213,29 +208,25 @@ class LeadingRank(SharedModel):
         self._dropped.append(document)
 
     def _forget(self, document: int) -> None:
-        self._known.discard(document)
+        self._shared.discard(document)
         self.drop(document)
 
     # Messages
 
-    def _tell_all(self, message: object) -> None:
-        for rank in self._ranks:
-            self._tell(rank, message)
-
-    def _tell(self, rank: _Rank, message: object) -> None:
+    def _send(self, rank: _Rank, message: object) -> None:
         try:
-            rank.channel.tell(message)
+            rank.channel.send(message)
         except OSError as error:
             raise self._lost(rank) from error
 
     def _next(self, rank: _Rank) -> Any:
         try:
-            return rank.heard()
+            return rank.receive()
         except (EOFError, OSError) as error:
             raise self._lost(rank) from error
 
-    def _heard(self, rank: _Rank) -> Any:
-        """The next message of a rank. Raises the error that it tells."""
+    def _receive(self, rank: _Rank) -> Any:
+        """The next message of a rank. Raises its error where it has failed."""
         message = self._next(rank)
         if isinstance(message, Failed):
             raise message.error
@@ -243,13 +234,13 @@ class LeadingRank(SharedModel):
 
     def _settle(self, before: int, error: BaseException) -> None:
         """After an error of this process: wait until the other ranks have left the operation, too, with `before` still
-        under way. A rank that does not waits inside it for this process, and is ended. Raises `WorkerCrashed` where one
-        has ended."""
+        under way. A rank that does not leave waits inside it for this process, and is ended. Raises `WorkerCrashed`
+        where a rank has ended."""
         for rank in self._ranks:
             while rank.under_way > before:
                 try:
                     if rank.channel.pipe.poll(SETTLE_S / 2):
-                        rank.heard()
+                        rank.receive()
                         continue
                     rank.process.kill()
                 except (EOFError, OSError):
@@ -262,11 +253,11 @@ class LeadingRank(SharedModel):
         )
 
     @staticmethod
-    def _watch(lead: weakref.ref[LeadingRank], rank: _Rank) -> None:
+    def _watch(reference: weakref.ref[LeadingRank], rank: _Rank) -> None:
         rank.process.wait()
-        found = lead()
-        if found is not None and found.on_lost is not None and not rank.ending:
-            found.on_lost(found._lost(rank))
+        lead = reference()
+        if lead is not None and lead.on_lost is not None and not rank.ending:
+            lead.on_lost(lead._lost(rank))
 
 
 def _end(ranks: Sequence[_Rank], folder: tempfile.TemporaryDirectory[str]) -> None:

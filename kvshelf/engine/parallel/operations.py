@@ -1,4 +1,4 @@
-"""What rank 0 asks of the other ranks, and what they answer. An operation is what all of them do at the same time."""
+"""The messages between rank 0 and the other ranks. An operation is run by all of them at the same time."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class AskCues:
 
 @dataclass(frozen=True)
 class AnswerStep:
-    """The tokens that an answer is about to run. length: those of its suffix so far."""
+    """The tokens of an answer in its next step. length: tokens of its suffix before."""
 
     number: int
     document: int
@@ -70,7 +70,7 @@ Operation = Compress | Score | Attach | AskCues | Step
 
 @dataclass(frozen=True)
 class Request:
-    """An operation, after these answers and documents are forgotten."""
+    """An operation, to be run once these answers and documents are forgotten."""
 
     operation: Operation
     left: Sequence[int] = ()
@@ -78,7 +78,7 @@ class Request:
 
 
 class Signal(Enum):
-    """A message that says no more."""
+    """A message without fields."""
 
     GO_ON = auto()
     """Ends the pause at a checkpoint."""
@@ -98,15 +98,15 @@ class Failed:
 
     @classmethod
     def of(cls, error: Exception) -> Failed:
-        """Of any error, also one that cannot be sent."""
+        """From any error, also from one that cannot be pickled."""
         return cls(error if isinstance(error, KvshelfError) else InternalError(f"{type(error).__name__}: {error}"))
 
 
 class Channel:
-    """A pipe between rank 0 and another rank. text: the tokenizer, which is not sent: each rank has its own.
+    """A pipe between rank 0 and another rank, which trust each other. text: the tokenizer, which is not sent: each rank
+    has its own.
 
-    Only for processes that trust each other. Connections of `multiprocessing` would send tensors as file descriptors,
-    which needs a server in each process.
+    Connections of `multiprocessing` would send tensors as file descriptors, which needs a server in each process.
     """
 
     text: TextFormat | None = None
@@ -114,13 +114,13 @@ class Channel:
     def __init__(self, pipe: Connection) -> None:
         self.pipe = pipe
 
-    def tell(self, message: Any) -> None:
-        """Send a message. Raises `OSError` where the other process has ended."""
+    def send(self, message: Any) -> None:
+        """Raises `OSError` where the other process has ended."""
         file = io.BytesIO()
         _Pickler(file, self.text).dump(message)
         self.pipe.send_bytes(file.getbuffer())
 
-    def heard(self) -> Any:
+    def receive(self) -> Any:
         """The next message. Raises `EOFError` or `OSError` where the other process has ended."""
         return _Unpickler(io.BytesIO(self.pipe.recv_bytes()), self.text).load()
 

@@ -1,4 +1,4 @@
-"""Tokens appended to a stored cache, once they have been read and reduced: the cache of all."""
+"""The cache of a document and of tokens that were appended to it, once these have been read and reduced."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def continued(parent: Parent, appended: CompressedCache, identity: Identity, bud
     result. budget_tokens: of the appended tokens. Raises `InvalidRequest` as `grown` and `CompressedCache.encoded`.
     """
     before, codec = parent.cache, parent.cache.codec
-    own = replace(identity, budget_tokens=budget_tokens)  # shares of klt's classes are of the appended tokens
+    alone = replace(identity, budget_tokens=budget_tokens)  # shares of klt's classes are of the appended tokens
 
     def encode(layers: Sequence[LayerRecord]) -> Sequence[LayerRecord]:
-        one = replace(appended, layers=tuple(layers), identity=own)
-        return one.encoded(codec, parent.coder, whole_groups=True).layers
+        cache = replace(appended, layers=tuple(layers), identity=alone)
+        return cache.encoded(codec, parent.coder, whole_groups=True).layers
 
     device = "cpu"  # where stored caches are; they move to the layers' devices when they are attached
     return CompressedCache(
@@ -42,8 +42,8 @@ def continued(parent: Parent, appended: CompressedCache, identity: Identity, bud
 
 
 def resumed(parent: Parent, read: CompressedCache, identity: Identity) -> CompressedCache:
-    """The same where the policy went on reading: `read`, not encoded, has what stays of the whole document, and nothing
-    of the parent stays as it is. Raises `InvalidRequest` as `CompressedCache.encoded`."""
+    """As `continued`, where the policy of the parent went on reading. read: the entries of the whole document, not
+    encoded, in place of those of the parent. Raises `InvalidRequest` as `CompressedCache.encoded`."""
     ends = _sentence_ends(parent.cache, read)
     whole = replace(
         read, num_tokens=identity.num_tokens, next_position=identity.num_tokens, identity=identity, sentence_ends=ends
@@ -52,7 +52,7 @@ def resumed(parent: Parent, read: CompressedCache, identity: Identity) -> Compre
 
 
 def _sentence_ends(before: CompressedCache, appended: CompressedCache) -> tuple[int, ...]:
-    """Of both; of neither where those of one are not known. Of more than fit, neighbours are one."""
+    """Of both; of neither where those of one are not known. Where there are too many, neighbours become one."""
     if not (before.sentence_ends and appended.sentence_ends):
         return ()
     ends = before.sentence_ends + tuple(before.num_tokens + end for end in appended.sentence_ends)

@@ -1,9 +1,9 @@
 """Chunked prefill: each chunk sees the entries kept from earlier chunks, so that the KV cache never exceeds the budget
 plus the policy's buffer: tokens that wait for the next partition, or a chunk and the probe behind it. Where layers
-share the budget, each has its chunk until the last one has it.
+share the budget, each keeps its chunk until the last layer has read it.
 
-Protected tokens are read with the chunk that they stand in, set aside once each layer has read them, and seen by every
-later chunk. No absorber sees them; they are a part of the budget.
+Protected tokens are read with their chunk, set aside once each layer has read them, and seen by every later chunk. No
+absorber sees them; they are a part of the budget.
 """
 
 from __future__ import annotations
@@ -42,18 +42,13 @@ if TYPE_CHECKING:
 
 
 class ChunkedPrefill(ForwardContext):
-    """A chunked prefill: after the attention of each layer the policy reduces the oldest tokens of its buffer, or what
-    is left and the chunk, then `checkpoint` lets other work run."""
+    """A chunked prefill: after the attention of each layer the policy reduces the oldest tokens of its buffer, or the
+    kept entries and the chunk, then `checkpoint` lets other work run."""
 
     reads_attention = False
 
     def __init__(
-        self,
-        job: Job,
-        *,
-        kinds: tuple[LayerKind, ...],
-        rope: Rope | None,
-        checkpoint: Callable[[], None],
+        self, job: Job, *, kinds: tuple[LayerKind, ...], rope: Rope | None, checkpoint: Callable[[], None]
     ) -> None:
         assert job.absorber is not None
         self._absorber = job.absorber
@@ -61,9 +56,10 @@ class ChunkedPrefill(ForwardContext):
         self._kinds = kinds
         self._rope = rope
         self._probes = [probe.token_ids for probe in job.passes] or [()] * len(self._absorber.chunks)
-        again = cast(ChunkAbsorber, self._absorber) if self._absorber.again else None
         self._layers: list[ChunkedLayer | RejudgedLayer] = [
-            ChunkedLayer(cast(PartitionAbsorber, self._absorber)) if again is None else RejudgedLayer(again)
+            RejudgedLayer(cast(ChunkAbsorber, job.absorber))
+            if job.absorber.again
+            else ChunkedLayer(cast(PartitionAbsorber, job.absorber))
             for _ in kinds
         ]
         if job.parent is not None:
@@ -84,18 +80,15 @@ class ChunkedPrefill(ForwardContext):
             ids = torch.tensor([[*token_ids[start:end], *probe]], device=device)
             at = torch.arange(before + start, before + start + ids.shape[1], device=device).unsqueeze(0)
             self._protected = pad(document.protected[start:end], (0, len(probe)))
-            self._chunk = self._reducer(judged.part(first, last), len(probe))
+            chunk, lengths = judged.part(first, last), (len(probe),) if probe else ()
+            policy, budget = self._absorber.policy, self._job.budget
+            self._chunk = LayerReducer(policy, chunk, budget, self._kinds, lengths, self._rope)
             model.base_model(input_ids=ids, position_ids=at, use_cache=True, **{CACHE_ARGUMENT: cache, CONTEXT: self})
             self._reduce_together()
 
-    def _reducer(self, chunk: DocumentView, probe: int) -> LayerReducer:
-        """Shows the policy each layer of a chunk."""
-        lengths = (probe,) * (probe > 0)
-        return LayerReducer(self._absorber.policy, chunk, self._job.budget, self._kinds, lengths, self._rope)
-
     @property
     def hides(self) -> bool:
-        """Whether the policy says which of a chunk's tokens those behind them see."""
+        """Whether the policy says which of a chunk's tokens later ones see."""
         return self._absorber.again and self._absorber.policy.hides  # type: ignore[attr-defined]
 
     def before_attention(self, layer: Attended) -> None:
@@ -106,19 +99,18 @@ class ChunkedPrefill(ForwardContext):
 
     def after_attention(self, layer: Attended) -> None:
         started = time.perf_counter()
-        own = self._layers[layer.layer_idx]
-        own.set_aside(self._protected)
+        read = self._layers[layer.layer_idx]
+        read.set_aside(self._protected)
         if self._protected.any():
             layer = replace(layer, queries=layer.queries[:, :, ~self._protected.to(layer.queries.device)])
-        own.reduce(layer, self._chunk)
-        del own.given  # all states of this pass, which no other layer reads
+        read.reduce(layer, self._chunk)
+        del read.visible  # all states of this pass, which no other layer reads
         absorbed = time.perf_counter()
         self._checkpoint()
         self.compress_s += absorbed - started
         self.paused_s += time.perf_counter() - absorbed
 
     def _reduce_together(self) -> None:
-        """Reduce all layers, where they share the budget."""
         if not self._absorber.again or self._absorber.policy.phase == "during":
             return
         started, layers = time.perf_counter(), cast("list[RejudgedLayer]", self._layers)
@@ -134,22 +126,21 @@ class ChunkedPrefill(ForwardContext):
 
         Raises `PolicyUnsupported` where a layer was not observed, or scores that are not finite chose entries.
         """
-        require_every_layer(
-            [i for i, layer in enumerate(self._layers) if layer.is_initialized], range(len(self._kinds))
-        )
+        observed = [index for index, layer in enumerate(self._layers) if layer.is_initialized]
+        require_every_layer(observed, range(len(self._kinds)))
         policy = self._absorber.policy
         notes = {index: layer.note for index, layer in enumerate(self._layers)}
-        own: dict[int, Entries] = {index: layer.record() for index, layer in enumerate(self._layers)}
-        require_finite_scores(list(own.values()), policy)
-        own |= policy.finished(own, notes, self._job.budget)
+        judged: dict[int, Entries] = {index: layer.record() for index, layer in enumerate(self._layers)}
+        require_finite_scores(list(judged.values()), policy)
+        judged |= policy.finished(judged, notes, self._job.budget)
         records: list[LayerRecord] = []
         while self._layers:
-            records.append(self._layers.pop(0).whole(own.pop(len(records)), self._job.document))
+            records.append(self._layers.pop(0).whole(judged.pop(len(records)), self._job.document))
         return tuple(records)
 
 
 class ReadLayer(AttachedLayer):
-    """One layer while the document is read: what stays is the prefix, the tokens of a pass the suffix."""
+    """One layer while the document is read: the kept entries are the prefix, the tokens of a pass the suffix."""
 
     def __init__(self) -> None:
         super().__init__((), 0)
@@ -157,7 +148,7 @@ class ReadLayer(AttachedLayer):
 
     @property
     def judged(self) -> int:
-        """Tokens before the suffix that the absorber has seen."""
+        """Tokens before the suffix that the absorber has judged."""
         return self.start - sum(aside.keys.shape[1] for aside in self._aside)
 
     def set_aside(self, protected: Tensor) -> None:
@@ -165,24 +156,25 @@ class ReadLayer(AttachedLayer):
         if not protected.any():
             return
         of_suffix = pad(protected, (self._length - len(protected), 0))
-        inside, left = (mask.nonzero()[:, 0].to(self.keys.device) for mask in (of_suffix, ~of_suffix))
-        before = [[aside.keys, aside.values] for aside in self._aside]
-        own = [states[0][:, inside] for states in (self.keys, self.values)]
-        self._aside = (StackedPrefix(*(torch.cat(parts, dim=1) for parts in zip(*before, own, strict=True))),)
-        self.keys, self.values = self.keys[:, :, left], self.values[:, :, left]
+        inside, rest = (mask.nonzero()[:, 0].to(self.keys.device) for mask in (of_suffix, ~of_suffix))
+        keys, values = self.keys[0][:, inside], self.values[0][:, inside]
+        for aside in self._aside:
+            keys, values = torch.cat([aside.keys, keys], dim=1), torch.cat([aside.values, values], dim=1)
+        self._aside = (StackedPrefix(keys, values),)
+        self.keys, self.values = self.keys[:, :, rest], self.values[:, :, rest]
         self.start += len(inside)
-        self._length = len(left)
+        self._length = len(rest)
 
     @abstractmethod
     def reduce(self, attended: Attended, chunk: LayerReducer) -> None:
-        """Let the absorber judge what this pass brought, without what was set aside. chunk: shows layers of it."""
+        """Let the absorber judge the tokens of this pass, without those set aside. chunk: makes views of its layers."""
 
     @abstractmethod
     def record(self) -> Kept:
-        """The entries kept of what the absorber has seen, by their places in it."""
+        """The kept entries of the tokens that the absorber has judged, by their places among these."""
 
     def whole(self, record: Entries, document: DocumentView) -> Entries:
-        """The entries of the whole document that stay, of those that the absorber has seen."""
+        """The kept entries of the whole document. record: those of `record`."""
         places = document.judged.places
         if places is None:
             return record
@@ -192,54 +184,54 @@ class ReadLayer(AttachedLayer):
 
 
 class RejudgedLayer(ReadLayer):
-    """One layer while the document is read: what is left of it is the prefix, a chunk and the probe behind it the
-    suffix.
+    """One layer whose kept entries are judged again with each chunk: they are the prefix, a chunk and the probe behind
+    it the suffix.
 
-    Heads may keep different numbers of entries. While a layer is reduced, what it kept before, that and the chunk
-    joined, and what it will keep are in memory; of other layers, what they have between two chunks.
+    Heads may keep different numbers of entries. While a layer is reduced, its entries from before, these joined with
+    the chunk, and its new entries are in memory; of other layers, the entries between two chunks.
     """
 
     def __init__(self, absorber: ChunkAbsorber) -> None:
         super().__init__()
         self._absorber = absorber
         self._past: LayerPast | None = None
-        self._taken: LayerPast | None = None
+        self._judged: LayerPast | None = None
 
     def resume(self, record: Kept, document: DocumentView) -> None:
-        """Go on from what a stored cache has of the tokens before the document."""
+        """Continue the entries of a stored cache."""
         self.start = document.first_position
-        self._hold(self._absorber.policy.resumed(record, document.first_position, document.end))
+        self._set_past(self._absorber.policy.resumed(record, document.first_position, document.end))
 
     def _make_room(self, key_states: Tensor, value_states: Tensor) -> None:  # noqa: ARG002
         self.is_initialized = True
 
     def _write(self, end: int, key_states: Tensor, value_states: Tensor) -> None:  # noqa: ARG002
-        # A pass is all of the suffix: there is nothing to append it to.
+        # The suffix has this pass alone.
         self.keys, self.values = key_states.contiguous(), value_states.contiguous()
 
     def hide(self, attended: Attended, chunk: LayerReducer, judged: Tensor) -> None:
-        """Judge the chunk before its tokens attend, and let none see those before it that the policy hides. judged:
+        """Judge the chunk before its tokens attend, and hide tokens from later ones where the policy says so. judged:
         which of the pass's tokens it judges, `[T]` bool."""
         queries, keys, values = (of[:, :, judged] for of in (attended.queries, attended.keys, attended.values))
         layer = chunk.view(replace(attended, queries=queries, keys=keys, values=values))
-        self._taken = self._with(layer)
+        self._judged = self._with(layer)
         hidden = attended.keys.new_zeros(1, layer.kv_heads, len(judged), dtype=torch.bool)
-        hidden[0, :, judged] = self._absorber.policy.hidden(self._taken, layer.num_tokens)
-        states = cast(AttachedStates, self.given[0])
+        hidden[0, :, judged] = self._absorber.policy.hidden(self._judged, layer.num_tokens)
+        states = cast(AttachedStates, self.visible[0])
         (rows,) = states.layout.suffixes
         states.layout = replace(states.layout, suffixes=(replace(rows, hidden=hidden),))
 
     def _with(self, layer: LayerView) -> LayerPast:
-        """What is left of the document so far and a chunk, judged."""
+        """The kept entries and a chunk, judged."""
         past = self._past or LayerPast.nothing(layer, self._absorber.document.num_tokens)
         return self._absorber.policy.take(past, layer)
 
     def reduce(self, attended: Attended, chunk: LayerReducer) -> None:
-        """Judge what is left of the document so far and the chunk, and keep as many entries as the budget has room for;
-        all of them where layers share it."""
+        """Judge the kept entries and the chunk, and keep as many as the budget has room for; all of them where layers
+        share it."""
         layer, policy = chunk.view(replace(attended, keys=self.keys, values=self.values)), self._absorber.policy
-        self._hold(self._taken or self._with(layer))
-        self._taken = None
+        self._set_past(self._judged or self._with(layer))
+        self._judged = None
         if policy.phase == "during":
             self.cut(*policy.shares([self.past], self._absorber.layer_budget(layer.layer_idx)))
         self.start += layer.num_tokens
@@ -248,22 +240,21 @@ class RejudgedLayer(ReadLayer):
 
     @property
     def past(self) -> LayerPast:
-        """What it has of the chunks read so far."""
+        """The kept entries of the chunks read so far."""
         assert self._past is not None, "a chunk has been read"
         return self._past
 
     def cut(self, counts: Sequence[int]) -> None:
         """Keep `counts[h]` entries of head h."""
-        self._hold(self._absorber.policy.cut(self.past, counts))
+        self._set_past(self._absorber.policy.cut(self.past, counts))
 
-    def _hold(self, past: LayerPast) -> None:
-        """Let this be what the next chunk sees."""
+    def _set_past(self, past: LayerPast) -> None:
         self._past = past
         self.prefix = (*past.record.prefixes(), *self._aside)
 
     @property
     def note(self) -> Any:
-        """As of `Policy.noted`, when the last chunk had been read."""
+        """As of `Policy.noted`, once the last chunk is read."""
         return self.past.note
 
     def record(self) -> Kept:
@@ -271,10 +262,10 @@ class RejudgedLayer(ReadLayer):
 
 
 class ChunkedLayer(ReadLayer):
-    """One layer while the document is read: kept entries are the prefix, tokens not yet reduced the suffix.
+    """One layer whose kept entries stay: they are the prefix, tokens not yet reduced the suffix.
 
     Kept entries stand in buffers `[kv_heads, capacity, ...]` of the final size, which become the record without a copy.
-    The suffix is never longer than what the policy waits for and a chunk.
+    The suffix is never longer than a partition of the policy and a chunk.
     """
 
     def __init__(self, absorber: PartitionAbsorber) -> None:
@@ -299,7 +290,6 @@ class ChunkedLayer(ReadLayer):
     note: None = None
 
     def reduce(self, attended: Attended, chunk: LayerReducer) -> None:  # noqa: ARG002
-        """Absorb what this pass brought: nothing asks for queries."""
         self.absorb()
 
     def absorb(self) -> None:
@@ -328,15 +318,15 @@ class ChunkedLayer(ReadLayer):
 
     def _take(self, mask: Tensor, importance: Tensor) -> None:
         """Of the first tokens of the suffix, keep the marked ones and drop the others. mask: `[kv_heads, n]` bool."""
-        heads, taken = mask.shape
+        heads, tokens = mask.shape
         count = int(mask[0].sum())
         new = slice(self._kept, self._kept + count)
-        keys, values, positions, _ = pack(self.keys[0, :, :taken], self.values[0, :, :taken], mask, [count] * heads)
+        keys, values, positions, _ = pack(self.keys[0, :, :tokens], self.values[0, :, :tokens], mask, [count] * heads)
         self._kept_keys[:, new] = keys.view(heads, count, keys.shape[-1])
         self._kept_values[:, new] = values.view(heads, count, values.shape[-1])
         self._positions[:, new] = positions.view(heads, count) + self.judged
         self._importance[:, new] = importance.gather(1, positions.view(heads, count).long())
-        self.keys, self.values = self.keys[:, :, taken:].clone(), self.values[:, :, taken:].clone()
+        self.keys, self.values = self.keys[:, :, tokens:].clone(), self.values[:, :, tokens:].clone()
         self._kept += count
-        self.start += taken
-        self._length -= taken
+        self.start += tokens
+        self._length -= tokens

@@ -1,4 +1,4 @@
-"""Tokens that every policy keeps: no policy sees them, and they are put back once it has chosen among the others."""
+"""Protected tokens: no policy sees them, and they are put back once it has chosen among the others."""
 
 from __future__ import annotations
 
@@ -37,22 +37,18 @@ def protected_entries(keys: Tensor, values: Tensor, places: Tensor) -> Kept:
 
 
 def put_back(chosen: Entries, protected: Kept, places: Sequence[int]) -> Entries:
-    """What a policy chose among the tokens at these places of the document, and the protected entries. In one record
-    where entries are tokens as they are, so that a cache under codec none has the records of any other."""
+    """The entries that a policy chose among the tokens at these places of the document, and the protected ones. In one
+    record where entries are tokens as they are, so that a cache under codec none has the records of any other."""
     at = upload_numbers(places, protected.entry_positions.device)
     parts = [part.at(at) for part in parts_of(chosen)]
-    if (
-        len(parts) == 1
-        and type(parts[0]) is Kept
-        and parts[0].rope_mode == protected.rope_mode
-        and not parts[0].columns  # which protected entries have not
-    ):
-        return _one(parts[0], protected)
+    first, *others = parts
+    if not others and type(first) is Kept and first.rope_mode == protected.rope_mode and not first.columns:
+        return _merged(first, protected)  # without columns, as protected entries have none
     return entries_from([protected, *parts])
 
 
-def _one(chosen: Kept, protected: Kept) -> Kept:
-    """The entries of both, each head's by position."""
+def _merged(chosen: Kept, protected: Kept) -> Kept:
+    """The entries of both, those of a head in order of their positions."""
     records = (chosen, protected)
     positions = torch.cat([record.entry_positions for record in records])
     heads = torch.cat([_heads(record) for record in records])

@@ -35,14 +35,14 @@ from kvshelf.model.layers import LayerKind, attending, reducible
 from kvshelf.model.rope import Rope
 
 _SLACK = 1.125
-"""How far a cascade may exceed its budget before it is cut: cutting copies what stays, so not after every layer."""
+"""How far a cascade may exceed its budget before it is cut: cutting copies the rest, so not after every layer."""
 
 
 @dataclass(eq=False)
 class LayerReducer:
-    """Reduces the layers of one document by one policy. kinds: of all layers. ranks: see `LayerView`. behind: the
-    layers of the cache that the document is appended to, if it is. states: of each layer behind the document, set after
-    the pass; empty for a model without states."""
+    """Reduces the layers of one document by one policy. kinds: of all layers. ranks: as of a `LayerView`. behind: the
+    layers of the cache to which the document is appended, if it is. states: of each layer behind the document, set
+    after the pass; empty for a model without states."""
 
     policy: Policy
     document: DocumentView
@@ -60,13 +60,13 @@ class LayerReducer:
         self._notes: dict[int, Any] = {}
         self._chooser = self.policy.chooser
         # An index is of all entries, in their order, and residuals are of all tokens: these policies keep them all.
-        self._parts = bool(self.document.protect) and not (self.policy.indexes or self.policy.has_residuals)
+        self._sets_aside = bool(self.document.protect) and not (self.policy.indexes or self.policy.has_residuals)
         self._aside: dict[int, Kept] = {}
-        self._budget = (
-            self.budget.beside(self.document.num_protected, self.document.num_tokens) if self._parts else self.budget
-        )
-        self._nests = Needs.BEFORE in self._chooser.needs
+        self._budget = self.budget
+        if self._sets_aside:
+            self._budget = self.budget.beside(self.document.num_protected, self.document.num_tokens)
         self._before: Tensor | None = None
+        """The tokens that some head of the layer before keeps, `[N]` bool."""
         self._cascade: Cascade | None = None
         self._scorer = self._chooser.scorer
         if self._scorer is not None and self._scorer.sharing is not None:
@@ -79,7 +79,7 @@ class LayerReducer:
         index = attended.layer_idx
         kind = self.kinds[index]
         if not kind.attends:
-            return  # by the keys and values of a layer before
+            return  # it reads the keys and values of a layer before
         if kind.sees_all:
             self.reduce(self.view(attended), self._stored(attended))
         else:
@@ -94,31 +94,34 @@ class LayerReducer:
 
     def reduce(self, layer: LayerView, latents: LayerView | None = None) -> None:
         """Take one layer. latents: the layer as it is stored, where its heads share latents."""
-        if self._parts:
-            self._aside[layer.layer_idx] = aside(layer if latents is None else latents)
+        index = layer.layer_idx
+        if self._sets_aside:
+            self._aside[index] = aside(layer if latents is None else latents)
             layer, latents = layer.judged, None if latents is None else latents.judged
         if self._before is not None:
             layer = replace(layer, before=self._before.to(layer.keys.device))
-        self._notes[layer.layer_idx] = self.policy.noted(layer)
+        self._notes[index] = self.policy.noted(layer)
         if self._cascade is None:
             tokens = self._budget.tokens
-            index, budget = layer.layer_idx, LayerBudget.uniform(layer.kv_heads, tokens)
             if latents is not None:
                 self._records[index] = reduce_together(self._chooser, layer, latents, tokens)
             else:
-                self._records[index] = self._chooser.begin(layer, budget)
-            if self._nests:
-                self._records |= (record := sized({index: self._records[index]}))
-                self._before = _kept_tokens(record[index], layer.num_tokens)
+                self._records[index] = self._chooser.begin(layer, LayerBudget.uniform(layer.kv_heads, tokens))
+            if Needs.BEFORE in self._chooser.needs:
+                self._records |= sized({index: self._records[index]})
+                record = self._records[index]
+                assert isinstance(record, Kept), "a policy that merges keeps no tokens"
+                self._before = torch.zeros(layer.num_tokens, dtype=torch.bool, device=layer.keys.device)
+                self._before[record.entry_positions.long()] = True
         else:
             assert self._scorer is not None, "the one that shares"
             weight = self._scorer.weight(layer)
             if not math.isfinite(weight):  # shares need a finite weight now, so this cannot wait for the end
-                raise _not_finite(self._chooser, f"the weight of layer {layer.layer_idx}")
+                raise _not_finite(self._chooser, f"the weight of layer {index}")
             together = latents is not None
             importance = importance_together(self._scorer, layer) if together else self._scorer.importance(layer)
-            decides = self._scorer.precedence(layer, importance)
-            self._cascade.add(layer if latents is None else latents, importance, weight, decides)
+            precedence = self._scorer.precedence(layer, importance)
+            self._cascade.add(layer if latents is None else latents, importance, weight, precedence)
 
     def reduced(self) -> dict[int, Entries]:
         """The layers taken so far. Raises `PolicyUnsupported` where scores that are not finite chose entries."""
@@ -127,11 +130,8 @@ class LayerReducer:
         return records
 
     def records(self) -> tuple[LayerRecord, ...]:
-        """All layers, in order.
-
-        Raises `PolicyUnsupported` where the attention of a layer was not observed (every answer would miss it), and as
-        `reduced`.
-        """
+        """All layers, in order. Raises `PolicyUnsupported` where the attention of a layer was not observed, and as
+        `reduced`."""
         records, layers = self.reduced(), attending(self.kinds)
         require_every_layer(records, layers)
         chosen = {layer: records[layer] for layer in self._places}
@@ -139,13 +139,15 @@ class LayerReducer:
         require_finite_scores(list(records.values()), self.policy)
         if (places := self.document.judged.places) is not None:
             records |= {layer: put_back(records[layer], kept, places) for layer, kept in self._aside.items()}
-        reduced = {layer: self._shared(layer, records[layer]) for layer in layers}
+        stored = {layer: self._as_stored(layer, records[layer]) for layer in layers}
         states = self.states or [States(())] * len(self.kinds)
-        return tuple(_beside(of_layer, reduced.get(layer)) for layer, of_layer in enumerate(states))
+        return tuple(
+            stored[layer] if layer in stored and not of_layer.states else States(of_layer.states, stored.get(layer))
+            for layer, of_layer in enumerate(states)
+        )
 
-    def _shared(self, layer: int, entries: Entries) -> Entries:
-        """The entries at their positions. Of a layer with latents, which were reduced as keys and values of one head,
-        the record of latents."""
+    def _as_stored(self, layer: int, entries: Entries) -> Entries:
+        """The entries at their positions; latents, which were reduced as keys and values of one head, as `Latents`."""
         if isinstance(entries, Recent):
             return entries
         entries = placed(entries, self.document.first_position)
@@ -173,8 +175,8 @@ class LayerReducer:
         )
 
     def _stored(self, attended: Attended) -> LayerView | None:
-        """A layer with latents as it is stored: latents as keys and rotated parts as values, of one head. Copied, or a
-        record of all tokens would hold those of the probe passes, too, which lie in the same memory."""
+        """A layer with latents as it is stored: latents as keys and rotated parts as values, of one head. Copied, as a
+        record of all tokens would otherwise keep those of the probe passes in memory, too."""
         if attended.latents is None:
             return None
         keys, values = (states[0, :, : self.document.num_tokens].clone() for states in attended.latents)
@@ -182,8 +184,8 @@ class LayerReducer:
 
     def _probes(self, attended: Attended) -> tuple[Probed, ...]:
         ends = accumulate(self.probe_lengths, initial=self.document.num_tokens)
-        states = (attended.queries, attended.keys, attended.values)
-        return tuple(Probed(*(of[0, :, a:b] for of in states)) for a, b in pairwise(ends))
+        tensors = (attended.queries, attended.keys, attended.values)
+        return tuple(Probed(*(states[0, :, a:b] for states in tensors)) for a, b in pairwise(ends))
 
 
 @dataclass(eq=False)
@@ -206,11 +208,11 @@ class Scorer(LayerReducer):
 
 @dataclass(eq=False)
 class SharedReducer(ForwardContext):
-    """A prefill that several levels share: each reduces the layer, then other work has a turn.
+    """Observes a prefill that several levels share: each reduces the layer, then `checkpoint` lets other work run.
 
-    `measured`: lengths of further probe passes, behind those of the policies. No policy sees them. summary: sees what
-    every reducer sees. calls: sees those of the attention modules, for policies that need them. projection: of a model
-    whose layers' calls it sees, too, for a policy that stores their inputs.
+    measured: lengths of more probe passes, behind those of the policies, which no policy sees. summary: observes the
+    layers, too. calls: records those of the attention modules, for policies that need them, and with a projection those
+    of the layers. projection: for a policy that stores the inputs of layers.
     """
 
     reducers: Sequence[LayerReducer]
@@ -230,7 +232,6 @@ class SharedReducer(ForwardContext):
         return self.needs(Needs.SUMS)
 
     def needs(self, needed: Needs) -> bool:
-        """Whether a policy needs this."""
         return any(needed in reducer.policy.needs for reducer in self.reducers)
 
     @property
@@ -239,40 +240,23 @@ class SharedReducer(ForwardContext):
 
     def after_attention(self, layer: Attended) -> None:
         if not self.reducers[0].kinds[layer.layer_idx].attends:
-            return  # by the keys and values of a layer before
+            return  # it reads the keys and values of a layer before
         self.summary.after_attention(layer)
         if self.calls is not None and self.needs(Needs.CALL):
             layer = replace(layer, call=self.calls.take(layer.module))
         if self.calls is not None and self.projection is not None:
             inputs = next(iter(self.calls.take(self.projection.layers[layer.layer_idx]).arguments.values()))
+            # A hook of the model, or a product that scales all rows by the largest, would make other keys: try three.
+            last = self.reducers[0].document.num_tokens - 1
+            rows = upload_numbers([0, last // 2, last], inputs.device)
+            states = layer.keys[0, :, rows], layer.values[0, :, rows]
+            self.projection.require_exact(layer.layer_idx, inputs[0, rows], rows, states)
             layer = replace(layer, inputs=inputs)
-            self._require_exact(self.projection, layer, inputs)
         for reducer in self.reducers:
             reducer.after_attention(layer)
         started = time.perf_counter()
         self.checkpoint()
         self.paused_s += time.perf_counter() - started
-
-    def _require_exact(self, projection: Projection, layer: Attended, inputs: Tensor) -> None:
-        """Of the document's first token, one in its middle, and its last: a hook of the model, or a product that scales
-        all rows by the largest, would make others."""
-        last = self.reducers[0].document.num_tokens - 1
-        rows = upload_numbers([0, last // 2, last], inputs.device)
-        own = [states[0, :, rows] for states in (layer.keys, layer.values)]
-        projection.require_exact(layer.layer_idx, inputs[0, rows], rows, own)
-
-
-def _kept_tokens(entries: Entries, num_tokens: int) -> Tensor:
-    """The tokens that some head keeps, `[N]` bool."""
-    assert isinstance(entries, Kept), "a policy that merges keeps no tokens"
-    kept = torch.zeros(num_tokens, dtype=torch.bool, device=entries.entry_positions.device)
-    kept[entries.entry_positions.long()] = True
-    return kept
-
-
-def _beside(states: States, entries: Entries | None) -> LayerRecord:
-    """A layer of these states and entries."""
-    return entries if entries is not None and not states.states else States(states.states, entries)
 
 
 def require_finite_scores(records: Iterable[LayerRecord], policy: Policy) -> None:
@@ -281,64 +265,64 @@ def require_finite_scores(records: Iterable[LayerRecord], policy: Policy) -> Non
     All layers are checked together after the last one: one wait for the device per document.
     """
     importances = [record.importance for record in records if isinstance(record, Packed)]
-    found = [importance.isnan().sum() for importance in importances if importance is not None]
-    if not found:
+    sums = [importance.isnan().sum() for importance in importances if importance is not None]
+    if not sums:
         return
-    bad = torch.stack([count.to(found[0].device) for count in found]).tolist()
-    if any(bad):
-        layers = [index for index, count in enumerate(bad) if count]
+    counts = torch.stack([total.to(sums[0].device) for total in sums]).tolist()
+    if any(counts):
+        layers = [index for index, count in enumerate(counts) if count]
         shown = ", ".join(map(str, layers[:8])) + (", ..." if len(layers) > 8 else "")
-        raise _not_finite(policy, f"{sum(bad)} scores of entries kept in {len(layers)} of {len(bad)} layers ({shown})")
+        scores = f"{sum(counts)} scores of entries kept in {len(layers)} of {len(counts)} layers ({shown})"
+        raise _not_finite(policy, scores)
 
 
-def _not_finite(policy: Policy, what: str) -> PolicyUnsupported:
+def _not_finite(policy: Policy, numbers: str) -> PolicyUnsupported:
     return PolicyUnsupported(
-        f"under policy {policy.name!r}, {what} came out as NaN or infinity, and would choose at random; where a model "
-        "overflows in float16, load it with dtype bfloat16 or float32; policy 'streaming_llm' looks at no scores",
+        f"under policy {policy.name!r}, {numbers} came out as NaN or infinity, and would choose at random; where a "
+        "model overflows in float16, load it with dtype bfloat16 or float32; policy 'streaming_llm' looks at no scores",
         param="policy",
     )
 
 
 class Cascade:
-    """Layers that share one budget. While there is room, layers stay whole, and nobody asks what their shares are. Then
-    each is reduced as it arrives, and earlier layers shrink to make room."""
+    """Layers that share one budget. While there is room, layers stay whole, and no shares are computed. Then each layer
+    is reduced as it arrives, and earlier layers shrink to make room."""
 
     def __init__(self, sharing: Sharing, budget: Budget, num_layers: int) -> None:
         self._sharing = sharing
         self._budget = budget
         self._num_layers = num_layers
-        self._layers: dict[int, LayerStats] = {}  # with the numbers of all heads, as far as they are kept
+        self._layers: dict[int, LayerStats] = {}  # of the kept entries of all heads
         self.records: dict[int, Kept] = {}
         self._precedence: dict[int, Tensor] = {}
         """Of the entries of each record, `[entries]` fp32: those with the smallest leave first."""
 
-    def add(self, layer: LayerView, importance: Tensor, weight: float, decides: Tensor | None = None) -> None:
+    def add(self, layer: LayerView, importance: Tensor, weight: float, precedence: Tensor | None = None) -> None:
         """Take a layer with the importance of its entries, by which layers and heads share, `[kv_heads, N]` fp32.
-        decides: who stays in a head, likewise; default: the importance."""
-        decides = importance if decides is None else decides
-        joined = LayerStats(list(layer.all_heads(importance)), weight)
-        own: Sequence[int] = [layer.num_tokens] * len(joined.importance)
+        precedence: by which entries of a head stay, likewise; default: the importance."""
+        precedence = importance if precedence is None else precedence
+        stats = LayerStats(list(layer.all_heads(importance)), weight)
+        of_all: Sequence[int] = [layer.num_tokens] * len(stats.importance)
         last = len(self._layers) + 1 == self._num_layers
-        if last or not self._fits(own):
-            stats = [*(other.on(layer.keys.device) for other in self._layers.values()), joined]  # they are compared
-            *earlier, own = self._sharing.counts(stats, self._budget, self._num_layers)  # waits for the device
-            if last or not self._fits(own):
-                self._shrink(layer, earlier)
+        if last or not self._fits(of_all):
+            layers = [*(earlier.on(layer.keys.device) for earlier in self._layers.values()), stats]  # to be compared
+            *shares, of_all = self._sharing.counts(layers, self._budget, self._num_layers)  # waits for the device
+            if last or not self._fits(of_all):
+                self._shrink(layer, shares)
         free = torch.zeros(layer.num_tokens, dtype=torch.bool, device=importance.device)
-        counts = layer.own_heads(own)
-        record = keep(layer, select(decides, free, counts), importance, counts)
+        counts = layer.own_heads(of_all)
+        record = keep(layer, select(precedence, free, counts), importance, counts)
         self.records[layer.layer_idx] = record
         assert record.importance is not None
-        same = decides is importance
         self._precedence[layer.layer_idx] = (
-            record.importance if same else of_entries(decides, record.entry_positions, counts)
+            record.importance if precedence is importance else of_entries(precedence, record.entry_positions, counts)
         )
-        self._layers[layer.layer_idx] = joined.best(own)
+        self._layers[layer.layer_idx] = stats.best(of_all)
 
-    def _fits(self, own: Sequence[int]) -> bool:
-        """Whether a layer with so many entries of each head has room beside those before it, as they are held."""
-        entries = sum(own) + sum(len(head) for other in self._layers.values() for head in other.importance)
-        return entries <= _SLACK * self._budget.tokens * len(own) * self._num_layers
+    def _fits(self, counts: Sequence[int]) -> bool:
+        """Whether a layer with so many entries of each head has room beside the kept entries of earlier layers."""
+        entries = sum(counts) + sum(len(head) for earlier in self._layers.values() for head in earlier.importance)
+        return entries <= _SLACK * self._budget.tokens * len(counts) * self._num_layers
 
     def _shrink(self, layer: LayerView, shares: Sequence[Sequence[int]]) -> None:
         """Cut the layers before this one to their shares."""

@@ -2,9 +2,8 @@
 
 Elsewhere, probe passes stand behind the document in one sequence, and attention keeps them apart. A recurrent layer
 would run through all of them as through one text, and behind a stored cache attention reads that cache in place. So
-here the document has a pass of its own, and each probe pass begins behind it, over the full cache, with a copy of the
-states. It is held until the probes are done: of all layers that attend, which in models with states are few, or of the
-appended tokens alone.
+here the document has a pass of its own, and each probe pass begins behind it with a copy of the states, over the full
+cache, which stays in memory until the probes are done.
 """
 
 from __future__ import annotations
@@ -46,17 +45,18 @@ class _PassStateLayer(StateLayer, PassingLayer):
 
 
 def read(passes: Passes, job: Job, context: ForwardContext) -> tuple[States, ...]:
-    """One pass over the document alone, under the eyes of `context`. Returns the states of each layer behind it."""
+    """One pass over the document alone, observed by `context`. Returns the states of each layer behind it."""
     if job.parent is not None:
         return _appended(passes, job.parent, job.document, context)
-    layers: list[StateLayer | PassingLayer] = []
+    caches: list[StatefulCache] = []
 
-    def made(handover: Handover) -> StatefulCache:
-        layers.extend(_empty(index, kind, handover) for index, kind in enumerate(passes.kinds))
-        return cache_class(StatefulCache, passes.model)(layers=layers)
+    def make(handover: Handover) -> StatefulCache:
+        layers = [_empty(index, kind, handover) for index, kind in enumerate(passes.kinds)]
+        caches.append(cache_class(StatefulCache, passes.model)(layers=layers))
+        return caches[0]
 
-    passes.causal(replace(job, passes=()).inputs(passes.devices.inputs), context, cache=made)
-    return tuple(States(alone(layer.held(), 0) if isinstance(layer, StateLayer) else ()) for layer in layers)
+    passes.causal(replace(job, passes=()).inputs(passes.devices.inputs), context, cache=make)
+    return tuple(States(alone(states, 0)) for states in caches[0].states())
 
 
 def _empty(index: int, kind: LayerKind, handover: Handover) -> StateLayer | PassingLayer:
@@ -74,13 +74,13 @@ def _appended(passes: Passes, parent: Parent, document: DocumentView, context: F
     ids = torch.tensor([list(document.token_ids)], device=passes.devices.inputs)
     with torch.no_grad(), past.begun_by(passes.model.base_model):
         _run(passes, past, ids, torch.tensor([[document.first_position]], device=ids.device), context)
-    return tuple(States(alone(states, 0)) for states in past.held())
+    return tuple(States(alone(states, 0)) for states in past.states())
 
 
 @dataclass(frozen=True, eq=False)
 class Read:
-    """A document that has been read by these passes, all of it held. states: of each layer. attended: what those saw
-    that attend, by layer. full: the full cache."""
+    """A document that these passes have read. states: of each layer. attended: of each layer that attends, by number.
+    full: the full cache. paused_s: seconds of the checkpoints."""
 
     passes: Passes
     states: tuple[States, ...]
@@ -90,45 +90,42 @@ class Read:
 
     @classmethod
     def of(cls, passes: Passes, job: Job, checkpoint: Checkpoint, *, queries: bool) -> Read:
-        """queries: whether the queries of the document's tokens are held, too. paused_s: what `checkpoint` took."""
-        held = _Held(checkpoint, queries)
-        states = read(passes, job, held)
-        before = () if job.parent is None else job.parent.layers
-        whole_budget = Budget.full(job.num_tokens)
-        whole = LayerReducer(everything(), job.document, whole_budget, passes.kinds, (), None, behind=before)
-        for attended in held.attended.values():
-            whole.after_attention(attended)
-        whole.states = states
-        layers = whole.records()
+        """queries: whether the queries of the document's tokens are kept, too."""
+        observer = _LayerObserver(checkpoint, queries)
+        states = read(passes, job, observer)
+        before, budget = () if job.parent is None else job.parent.layers, Budget.full(job.num_tokens)
+        reducer = LayerReducer(everything(), job.document, budget, passes.kinds, (), None, behind=before)
+        for attended in observer.attended.values():
+            reducer.after_attention(attended)
+        reducer.states = states
+        layers = reducer.records()
         if before:
             layers = tuple(followed(before, layers))
         full = CompressedCache(layers, job.document.end, job.document.end, job.identity)
-        return cls(passes, states, held.attended, full, held.paused_s)
+        return cls(passes, states, observer.attended, full, observer.paused_s)
 
     @contextmanager
-    def asked(self) -> Iterator[AttachedCache]:
-        """The full cache, to be asked inside the block."""
+    def attached(self) -> Iterator[AttachedCache]:
+        """The full cache, for passes of the model inside the block."""
         past = self.passes.attached(Attachment(self.full, self.passes.devices.layers, None))
         with past.begun_by(self.passes.model.base_model):
             yield past
 
     def probed(self, probes: Sequence[ProbePass]) -> Iterator[Attended]:
-        """What each layer saw of the document and of the probe passes behind it, as in one sequence."""
+        """The states of each layer of the document and of the probe passes behind it, as in one sequence."""
         document = Attachment(self.full, self.passes.devices.layers, None)
-        behind: dict[int, list[Attended]] = {layer: [] for layer in self.attended}
-        for _, same in groupby(probes, key=lambda probe: len(probe.token_ids)):
-            passes = list(same)
+        of_probes: dict[int, list[Attended]] = {layer: [] for layer in self.attended}
+        for _, neighbours in groupby(probes, key=lambda probe: len(probe.token_ids)):
+            same_length = list(neighbours)
             most = self.passes.attached(document).rows_at_once
-            for some in (passes[at : at + most] for at in range(0, len(passes), most)):
-                for layer, attended in _behind(self.passes, document, some).items():
-                    behind[layer].append(attended)
-        for layer, own in self.attended.items():
-            yield joined([own, *map(_in_line, behind[layer])]) if behind[layer] else own
+            for at in range(0, len(same_length), most):
+                for layer, attended in _behind(self.passes, document, same_length[at : at + most]).items():
+                    of_probes[layer].append(attended)
+        for layer, attended in self.attended.items():
+            yield joined([attended, *map(_in_line, of_probes[layer])]) if of_probes[layer] else attended
 
 
-class _Held(ForwardContext):
-    """Holds what each layer saw."""
-
+class _LayerObserver(ForwardContext):
     def __init__(self, checkpoint: Checkpoint, queries: bool) -> None:
         self.attended: dict[int, Attended] = {}
         self.paused_s = 0.0
@@ -145,30 +142,28 @@ class _Held(ForwardContext):
 
 
 def _behind(passes: Passes, document: Attachment, probes: Sequence[ProbePass]) -> dict[int, Attended]:
-    """What each layer saw of some passes of one length, a row each."""
+    """The states of each layer in some passes of one length, a row for each pass."""
     device, past = passes.devices.inputs, passes.attached(document)
     ids = torch.tensor([probe.token_ids for probe in probes], device=device)
     first = torch.tensor([[probe.first_position] for probe in probes], device=device)
-    held = _Held(nothing, queries=True)
+    observer = _LayerObserver(nothing, queries=True)
     with past.begun_by(passes.model.base_model):
-        _run(passes, past, ids, first, held)
-    return held.attended
+        _run(passes, past, ids, first, observer)
+    return observer.attended
 
 
 def _in_line(rows: Attended) -> Attended:
-    """Rows of tokens as one, one behind the other."""
-    queries, keys, values = map(in_line, (rows.queries, rows.keys, rows.values))
-    return replace(rows, queries=queries, keys=keys, values=values)
+    return replace(rows, queries=in_line(rows.queries), keys=in_line(rows.keys), values=in_line(rows.values))
 
 
 def _run(passes: Passes, past: AttachedCache, ids: Tensor, first: Tensor, context: ForwardContext) -> None:
-    """A pass over tokens `[rows, T]` from positions `first` `[rows, 1]` on, behind an attached cache, under the eyes of
-    `context`: also where the model takes them in several pieces."""
+    """A pass over tokens `[rows, T]` from positions `first` `[rows, 1]` on, behind an attached cache, observed by
+    `context`, also where the model takes the tokens in several pieces."""
     pieces = past.pieces(ids)
-    held = [_Held(nothing, queries=True) for _ in pieces]
-    for piece, seen in zip(pieces, held, strict=True):
+    observers = [_LayerObserver(nothing, queries=True) for _ in pieces]
+    for piece, observer in zip(pieces, observers, strict=True):
         positions = first + torch.arange(piece.shape[1], device=ids.device)
-        passes.behind(piece, positions, past, context if len(pieces) == 1 else seen)
+        passes.behind(piece, positions, past, context if len(pieces) == 1 else observer)
         first = first + piece.shape[1]
-    for layer in held[0].attended:  # none of a pass in one piece, which `context` has seen
-        context.after_attention(joined([each.attended[layer] for each in held]))
+    for layer in observers[0].attended:  # empty for a pass in one piece, which `context` has observed
+        context.after_attention(joined([observer.attended[layer] for observer in observers]))

@@ -1,6 +1,5 @@
-"""How much each token of a document surprises the model, for policies that need it (`Needs.SURPRISALS`): known when the
-document has been read to its end, and wanted from the first layer on. So the model reads it once more, before the
-prefill."""
+"""The surprisal of each token of a document, for policies that need it (`Needs.SURPRISALS`) from the first layer on. As
+it is known only at the end of a pass, the model reads the document once more, before the prefill."""
 
 from __future__ import annotations
 
@@ -23,43 +22,41 @@ from kvshelf.methods.policies.view import DocumentView
 
 @dataclass(frozen=True, eq=False)
 class Surprise:
-    """values: of a document's tokens, `[N]` fp32, in nats; None where no policy needs them. seconds: that the reading
-    took, without the turns of other work."""
+    """values: surprisals of a document's tokens, `[N]` fp32, in nats; None where no policy needs them. seconds: of the
+    reading, without the turns of other work."""
 
     values: Tensor | None = None
     seconds: float = 0.0
 
     @classmethod
     def of(cls, passes: Passes, job: Job, checkpoint: Checkpoint, between_layers: Checkpoint | None = None) -> Surprise:
-        """Of the document of a job. `checkpoint` is called between parts of its logits, and between layers, unless
-        `between_layers` is; a document that is appended to a cache is read part by part."""
+        """Of the document of a job. checkpoint: called between parts of its logits, and between layers unless
+        `between_layers` is set; a document that is appended to a cache is read part by part."""
         started, turns = time.perf_counter(), _Turns(checkpoint, between_layers or checkpoint)
-        ids = torch.tensor(job.document.token_ids, device=passes.devices.inputs)
+        ids, parent = torch.tensor(job.document.token_ids, device=passes.devices.inputs), job.parent
         with torch.no_grad(), kvshelf_attention(passes.model):
-            parent = job.parent
             logits = _read(passes, job, turns) if parent is None else _appended(passes, parent, ids, turns)
             values = surprisals(logits, ids)
         return cls(values, time.perf_counter() - started - turns.paused_s)
 
-    def told(self, document: DocumentView) -> DocumentView:
-        """The document with them."""
+    def added_to(self, document: DocumentView) -> DocumentView:
         return document if self.values is None else replace(document, surprisals=self.values)
 
 
 def surprises(job: Job) -> bool:
-    """Whether the policy of a job has work and needs them."""
+    """Whether the policy of a job has work and needs surprisals."""
     return Needs.SURPRISALS in job.policy.needs and job.policy.has_work(job.budget, job.num_tokens)
 
 
 def surprisals(logits: Iterable[Tensor], token_ids: Tensor) -> Tensor:
-    """-log p of each token, `[N]` fp32, from the logits behind each but the last, in order and in parts `[n,
-    vocabulary]`. Nothing foretells the first, which has the largest of the others."""
-    values, done = torch.zeros(len(token_ids), device=token_ids.device), 1
+    """-log p of each token, `[N]` fp32, from the logits of each token but the last, in order and in parts `[n,
+    vocabulary]`. Nothing predicts the first token, which has the largest value of the others."""
+    values, first = torch.zeros(len(token_ids), device=token_ids.device), 1
     for part in logits:
-        rows, end = part.float(), done + len(part)
-        own = token_ids[done:end, None].to(rows.device)  # a head may be on another device than the embedding
-        values[done:end] = rows.logsumexp(dim=-1) - rows.gather(-1, own)[:, 0]
-        done = end
+        rows, end = part.float(), first + len(part)
+        ids = token_ids[first:end, None].to(rows.device)  # a head may be on another device than the embedding
+        values[first:end] = rows.logsumexp(dim=-1) - rows.gather(-1, ids)[:, 0]
+        first = end
     values[0] = values.max()
     return values
 

@@ -13,7 +13,7 @@ from kvshelf.artifact.identity import Identity, canonical_json
 from kvshelf.engine.attention.attachment import Attachment
 from kvshelf.engine.decode.turns import Turn
 from kvshelf.engine.engine import Engine
-from kvshelf.engine.inputs.dialogue import Dialogue, Said, TurnEnd, whole_turn
+from kvshelf.engine.turns import Dialogue, Said, TurnEnd, whole_turn
 from kvshelf.errors import CacheError, CacheNotFound, KvshelfError, SourceNotKept, StateConflict
 from kvshelf.model.text import Broken, TemplateOptions
 from kvshelf.store.base import Store, lineage
@@ -48,13 +48,13 @@ class Line:
     @property
     def query_ids(self) -> list[int]:
         """The tokens that are left to read."""
-        return self.dialogue.asked.token_ids[self.read :]
+        return self.dialogue.prompt.token_ids[self.read :]
 
     def turn(self, answer: Said, ran: Sequence[int]) -> tuple[list[int], list[TurnEnd]]:
         """The tokens that a kept turn appends to the cache, and the ends of the turns in them: messages counted from
         the root, tokens from the cache. ran: the answer's tokens, without the one that ended it."""
         ids, ends = self.dialogue.answered(answer)
-        before = self.dialogue.asked.token_ids[: self.read]
+        before = self.dialogue.prompt.token_ids[: self.read]
         if ids[: self.read] != before or len(ids) <= self.read:
             # The template writes the cached turns otherwise once this one is an earlier turn. It is kept as it ran, and
             # the next question reads again from where that is right.
@@ -127,7 +127,7 @@ class Conversations:
         for manifest, messages in zip(chain[1:], turns[1:], strict=True):
             identity, parent = Identity.from_dict(manifest.identity), Identity.from_dict(at.identity)
             end = identity.num_tokens - chain[0].num_tokens
-            if end >= len(dialogue.asked.token_ids) or not dialogue.reads(parent, identity, read, end):
+            if end >= len(dialogue.prompt.token_ids) or not dialogue.reads(parent, identity, read, end):
                 break
             at, read, known = manifest, end, known + len(messages)
         return at, read, known
@@ -135,9 +135,9 @@ class Conversations:
     def _next(self, dialogue: Dialogue, manifest: Manifest, read: int) -> tuple[Manifest, int, int] | None:
         """The cache of the first turns that are stored behind one, and the tokens and messages up to them."""
         parent = Identity.from_dict(manifest.identity)
-        later = [end for end in dialogue.turns if read < end.tokens < len(dialogue.asked.token_ids)]
+        later = [end for end in dialogue.turns if read < end.tokens < len(dialogue.prompt.token_ids)]
         for end in later[:_TRIES]:
-            turn = whole_turn(parent.layout, dialogue.asked.token_ids[read : end.tokens])
+            turn = whole_turn(parent.layout, dialogue.prompt.token_ids[read : end.tokens])
             identity = self._engine.turns.identity(parent, manifest.codec, manifest.kept_tokens, turn)
             cache_id = self._store.cache_id(identity, tenant=manifest.tenant, codec=manifest.codec)
             try:

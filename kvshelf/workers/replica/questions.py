@@ -27,9 +27,9 @@ from kvshelf.engine.decode.generation import Sampling
 from kvshelf.engine.decode.grammar import Grammar
 from kvshelf.engine.decode.passages import Narrowing
 from kvshelf.engine.engine import Engine
-from kvshelf.engine.inputs.dialogue import Dialogue, Said
 from kvshelf.engine.tools.pieces import HeldPieces, ThoughtStream, told_apart
 from kvshelf.engine.tools.tools import ToolFormat, count
+from kvshelf.engine.turns import Dialogue, Said
 from kvshelf.errors import CacheError, CacheNotFound, DeadlineExceeded, InvalidRequest, KvshelfError
 from kvshelf.methods.selectors.registry import reads_by_index
 from kvshelf.model.templates.thoughts import Thoughts
@@ -115,7 +115,7 @@ class Questions:
             ids = self.engine.encoder.behind(identity, prompt_of(query))
             return shown_prompt(self.engine, self.store, manifest, ids, texts_of(query), 0, cache_id)
         line = self.conversations.line(cache_id, messages_of(query), tenant, shape.variables, shape.intro)
-        root, ids = self.store.stat(line.root_id, tenant=tenant), line.dialogue.asked.token_ids
+        root, ids = self.store.stat(line.root_id, tenant=tenant), line.dialogue.prompt.token_ids
         texts = [message["content"] for message in line.dialogue.messages]
         return shown_prompt(self.engine, self.store, root, ids, texts, line.read, line.cache_id)
 
@@ -374,7 +374,7 @@ class Questions:
         identity = loaded.document.identity
         if identity.boundary == "text":
             return self.engine.encode_query(loaded.document, prompt_of(loaded.query))
-        return self._dialogue(identity, messages_of(loaded.query), loaded.shape).asked.token_ids
+        return self._dialogue(identity, messages_of(loaded.query), loaded.shape).prompt.token_ids
 
     def _shape(self, query: Asking, cached: Mapping[str, Any] | None = None) -> _Shape:
         """How the model writes a question's tools, what its template is told, and what the answer must be. cached: the

@@ -19,9 +19,9 @@ from kvshelf.engine.decode import batch as batch_module
 from kvshelf.engine.decode.generation import Sampling
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.facts import ModelFacts
+from kvshelf.engine.forward.calls import AttentionCall
 from kvshelf.engine.forward.passes import Passes
 from kvshelf.engine.forward.program import ForwardProgram
-from kvshelf.engine.forward.tracing import AttentionCall
 from kvshelf.kernels.prefix_attention import attention_part
 from kvshelf.kernels.rowwise import available, multiplies_bf16
 from kvshelf.model.prepacking import prepack

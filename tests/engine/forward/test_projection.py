@@ -177,7 +177,7 @@ def test_codecs_store_residuals_in_fewer_bytes(llama: Engine, codec: str, share:
     for index, (stored, made) in enumerate(pairs):
         for part, other in zip(parts_of(stored), parts_of(made), strict=True):  # the rounded residuals, and no others
             rows = plain_record(part).keys
-            pair = llama.passes.projection.made(index, plain_rows(rows), part.positions[0])
+            pair = llama.passes.projection.project(index, plain_rows(rows), part.positions[0])
             for head, own in enumerate(other.heads()):
                 assert all(torch.equal(ours, exact[head]) for ours, exact in zip(own, pair, strict=True))
     assert llama.answer(read, QUESTION).token_ids == llama.answer(decoded, QUESTION).token_ids
@@ -271,8 +271,8 @@ def test_at_every_step_they_are_made_again_and_nothing_else_is_held(
     once = engine.compress(ids(tokens), policy="kvdirect").encoded(codec)
     layers, of_layer = 2, 2 * 2 * tokens * 32 * 4
     before = held(tokens)
-    makes, made, passed, logits = [], Projection.made, engine.passes.continuing, []
-    monkeypatch.setattr(Projection, "made", lambda *given: makes.append((given[1], len(given[2]))) or made(*given))
+    makes, made, passed, logits = [], Projection.project, engine.passes.continuing, []
+    monkeypatch.setattr(Projection, "project", lambda *given: makes.append((given[1], len(given[2]))) or made(*given))
     monkeypatch.setattr(engine.passes, "continuing", lambda *given: logits.append(passed(*given)) or logits[-1])
     document = engine.attach(CompressedCache.from_bytes(cache.to_bytes()))
     answer, batch = engine.start(document, QUESTION, Sampling(steps)), engine.batch()
@@ -419,7 +419,7 @@ def test_a_prefill_and_an_attach_do_not_see_each_other(llama: Engine) -> None:
         "0.self_attn.k_proj.a": torch.randn(4, width), "0.self_attn.k_proj.b": torch.randn(width, 4),
     }  # fmt: skip
     attached: list[CompressedCache] = []
-    with calls.seen(), soft_tokens(model, Soft(tensors, slice(0, 2))):
+    with calls.recorded(), soft_tokens(model, Soft(tensors, slice(0, 2))):
         other = threading.Thread(target=lambda: attached.append(llama.decoded(cache)))
         other.start()
         other.join()
@@ -443,12 +443,12 @@ def test_many_rows_are_made_in_runs(llama: Engine) -> None:
     rows, positions = torch.randn(tokens, llama.model.config.hidden_size), torch.arange(tokens) * 3
     most, projection = list[int](), llama.passes.projection
     probe = projection._layers[1].self_attn.k_proj.register_forward_hook(lambda _, x, __: most.append(x[0].shape[1]))
-    made = projection.made(1, rows, positions)
+    made = projection.project(1, rows, positions)
     probe.remove()
     assert most == [RUN, RUN, 5]
     for first, count in ((0, 7), (RUN - 3, 9), (tokens - 4, 4)):
         part = slice(first, first + count)
-        for ours, alone in zip(made, projection.made(1, rows[part], positions[part]), strict=True):
+        for ours, alone in zip(made, projection.project(1, rows[part], positions[part]), strict=True):
             assert close(ours[:, part], alone, 1e-5)
 
 
