@@ -38,7 +38,7 @@ Messages = Sequence[Mapping[str, str | Blocks] | api.Message]
 Prompts = list[str]
 Answers = list[api.AnswerObject]
 Together = list[str]
-"""Ids of caches that are asked together."""
+"""Ids of caches that one question asks together."""
 JointAnswers = list[api.JointAnswer]
 Levels = list[api.CacheObject]
 Level = float | Mapping[str, Any] | api.LevelOptions
@@ -321,9 +321,8 @@ def create_cache(
     if respond_async:
         headers = {"prefer": "respond-async"}
         return HttpCall("POST", "/v1/caches", parse_as(api.RequestObject), headers=headers, body=body)
-    chooses = any(
-        values.get(name) is not None for name in ("min_quality", "max_bytes", "bytes_per_token", "certificate")
-    )
+    targets = ("min_quality", "max_bytes", "bytes_per_token", "certificate")
+    chooses = any(values.get(name) is not None for name in targets)
     if split or episodes is not None or (levels is not None and not chooses):
         return HttpCall("POST", "/v1/caches", lambda response: parse_as(api.LevelList)(response).data, body=body)
     return HttpCall("POST", "/v1/caches", parse_as(api.CacheObject), body=body)
@@ -409,11 +408,8 @@ def warm_caches(
     Raises `InvalidRequest` for what does not fit, before anything is read, and for caches of several models;
     `CacheNotFound`, `CacheExpired`, `ModelMismatch`.
     """
-    body = {
-        "json": checked(
-            api.WarmCaches, {"cache_ids": list(ids), "labels": labels, "model": model, "replicas": replicas}
-        )
-    }
+    fields = {"cache_ids": list(ids), "labels": labels, "model": model, "replicas": replicas}
+    body = {"json": checked(api.WarmCaches, fields)}
     return HttpCall("POST", "/v1/caches/warm", lambda response: parse_as(api.WarmedCaches)(response).data, body=body)
 
 
@@ -517,7 +513,7 @@ def query_cache(
     `on_miss`; for one cache `store`, `ttl_s` and `compare`; for several `route`. Raises `CacheNotFound`,
     `CacheExpired`, `CacheCorrupt`, `ModelMismatch`, `SourceNotKept`, ...
     """
-    path, body = _asked(id, {**fields, "prompt": prompt, "messages": messages})
+    path, body = _question(id, {**fields, "prompt": prompt, "messages": messages})
     several = isinstance(prompt, list | tuple)
     if (fields.get("n") or 1) > 1 and not several:
         raise InvalidRequest("n answers are a list; give the prompts as a list, too", param="n")
@@ -542,13 +538,13 @@ def stream_query(
     id: str | Together, prompt: str | None = None, *, messages: Messages | None = None, **fields: Any
 ) -> HttpCall[type[api.AnswerObject]] | HttpCall[type[api.JointAnswer]]:
     """As `query`, with the text as it is generated. The question is on its way when the call returns its stream."""
-    path, body = _asked(id, {**fields, "prompt": prompt, "messages": messages, "stream": True})
+    path, body = _question(id, {**fields, "prompt": prompt, "messages": messages, "stream": True})
     if isinstance(id, str):
         return HttpCall("POST", path, lambda _: api.AnswerObject, body=body)  # what ends the stream
     return HttpCall("POST", path, lambda _: api.JointAnswer, body=body)
 
 
-def _asked(id: str | Together, fields: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def _question(id: str | Together, fields: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """The path and the body of a question to one cache, or to several together."""
     if isinstance(id, list | tuple):
         return "/v1/query", {"json": checked(api.JointQuery, {**fields, "cache_ids": id})}
