@@ -1,4 +1,4 @@
-"""What Anthropic's messages consist of: blocks of text, documents, calls of tools and their results; and the tools."""
+"""The blocks of Anthropic's messages: texts, documents, calls of tools and their results; and the tools."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from kvshelf.api.strict import (
+    ONE_OR_LIST,
     AnyFields,
     RequestBody,
     Role,
@@ -15,7 +16,8 @@ from kvshelf.api.strict import (
     ToolName,
     WrittenObject,
     misuse,
-    one_or_list,
+    require_type,
+    type_tag,
     without_unsupported,
 )
 from kvshelf.api.tools import (
@@ -128,25 +130,14 @@ class ThinkingBlock(RequestBody):
         return self.thinking
 
 
-def _only_text(block: Any) -> Any:
-    return _known(block, ("text",))
-
-
-def _any_known(block: Any) -> Any:
-    return _known(block, ("text", "document", "thinking", "tool_use", "tool_result"))
-
-
-def _known(block: Any, kinds: Sequence[str]) -> Any:
-    if isinstance(block, dict) and (kind := block.get("type")) not in kinds:
-        raise misuse("", f"a block of type {str(kind)!r:.40} is not supported here; send {' or '.join(kinds)}")
-    return block
-
-
 MAX_BLOCKS: Final = 256
+_WHAT: Final = "a block {} here"
 _TextList = Annotated[
-    list[Annotated[TextBlock, BeforeValidator(_only_text)]], Field(max_length=MAX_BLOCKS, fail_fast=True), Tag("(list)")
+    list[Annotated[TextBlock, require_type("text", what=_WHAT)]],
+    Field(max_length=MAX_BLOCKS, fail_fast=True),
+    Tag("(list)"),
 ]
-Texts = Annotated[Annotated[Text, Tag("(one)")] | Annotated[_TextList, Field(min_length=1)], Discriminator(one_or_list)]
+Texts = Annotated[Annotated[Text, Tag("(one)")] | Annotated[_TextList, Field(min_length=1)], ONE_OR_LIST]
 
 
 class ToolResultBlock(RequestBody):
@@ -154,7 +145,7 @@ class ToolResultBlock(RequestBody):
 
     type: Literal["tool_result"]
     tool_use_id: CallId
-    content: Annotated[Annotated[str, Tag("(one)")] | _TextList, Discriminator(one_or_list)] = ""
+    content: Annotated[Annotated[str, Tag("(one)")] | _TextList, ONE_OR_LIST] = ""
     is_error: bool = False
     toolset_name: None = None
     cache_control: CacheControl | None = None
@@ -165,10 +156,6 @@ class ToolResultBlock(RequestBody):
         return f"Error: {text}" if self.is_error else text
 
 
-def _kind(block: Any) -> str:
-    return f"({block.get('type') if isinstance(block, dict) else getattr(block, 'type', None)})"
-
-
 AnyBlock = TextBlock | DocumentBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
 _KnownBlock = (
     Annotated[TextBlock, Tag("(text)")]
@@ -177,7 +164,10 @@ _KnownBlock = (
     | Annotated[ToolUseBlock, Tag("(tool_use)")]
     | Annotated[ToolResultBlock, Tag("(tool_result)")]
 )
-_Block = Annotated[Annotated[_KnownBlock, Discriminator(_kind)], BeforeValidator(_any_known)]
+_Block = Annotated[
+    Annotated[_KnownBlock, Discriminator(type_tag)],
+    require_type("text", "document", "thinking", "tool_use", "tool_result", what=_WHAT),
+]
 _Blocks = Annotated[list[_Block], Field(min_length=1, max_length=MAX_BLOCKS, fail_fast=True), Tag("(list)")]
 
 
@@ -200,7 +190,7 @@ class InputMessage(RequestBody):
     """One turn: a text, or blocks, whose texts the model reads as one."""
 
     role: Literal["user", "assistant"]
-    content: Annotated[Annotated[Text, Tag("(one)")] | _Blocks, Discriminator(one_or_list)]
+    content: Annotated[Annotated[Text, Tag("(one)")] | _Blocks, ONE_OR_LIST]
 
     @model_validator(mode="after")
     def _of_its_role(self) -> Self:
@@ -217,10 +207,10 @@ class InputMessage(RequestBody):
 Turn = tuple[Role, list[AnyBlock]]
 
 
-def spoken(turns: Iterable[Turn]) -> list[ToolTurn]:
-    """The roles and blocks of a conversation as its turns. Results of tools stand in the order of their calls, because
-    a template names no calls. Raises for a call without its result in the next turn, and for a result without call."""
-    found: list[ToolTurn] = []
+def as_turns(turns: Iterable[Turn]) -> list[ToolTurn]:
+    """The turns of a conversation in OpenAI's shape. Results of tools stand in the order of their calls, because a
+    template names no calls. Raises for a call without its result in the next turn, and for a result without call."""
+    converted: list[ToolTurn] = []
     called: list[str] = []
     for role, blocks in turns:
         results = [block for block in blocks if isinstance(block, ToolResultBlock)]
@@ -236,13 +226,15 @@ def spoken(turns: Iterable[Turn]) -> list[ToolTurn]:
                 "messages", "a text stands before a tool_result; the tool_result blocks of a message come first"
             )
         results.sort(key=lambda result: called.index(result.tool_use_id))
-        found += [ToolTurn(role="tool", content=result.plain, tool_call_id=result.tool_use_id) for result in results]
+        converted += [ToolTurn(role="tool", content=item.plain, tool_call_id=item.tool_use_id) for item in results]
         calls = [block.call for block in blocks if isinstance(block, ToolUseBlock)]
         called = [call.id for call in calls]
         if rest := [block for block in blocks if not isinstance(block, ToolResultBlock)]:
             thought = "".join(block.thinking for block in rest if isinstance(block, ThinkingBlock))
-            found.append(ToolTurn(role=role, content=joined(rest), tool_calls=calls, reasoning_content=thought or None))
-    return found
+            converted.append(
+                ToolTurn(role=role, content=joined(rest), tool_calls=calls, reasoning_content=thought or None)
+            )
+    return converted
 
 
 def _is_of_object(schema: dict[str, Any]) -> dict[str, Any]:
@@ -252,8 +244,8 @@ def _is_of_object(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 class CustomTool(RequestBody):
-    """A tool that the caller's program runs. An `input` that `tool_choice` asks for always fits `input_schema`, so
-    `strict` has no effect. `cache_control` has none either: the tools' text stands behind the cache."""
+    """A tool that the caller's program runs. `strict` has no effect: an `input` that `tool_choice` asks for always fits
+    `input_schema`. Nor has `cache_control`: the tools' text stands behind the cache."""
 
     name: ToolName
     input_schema: Annotated[AnyFields, AfterValidator(_is_of_object)]

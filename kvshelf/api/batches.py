@@ -76,15 +76,14 @@ class CreateBatch(CacheOptions):
     )
     document_timeout_s: Annotated[float, Field(gt=0, le=86400)] = Field(3600.0, description="limit of one attempt")
     priority: Annotated[int, Field(ge=-10, le=10)] = Field(
-        0,
-        description="of your batches, those of the highest run first, and equal ones take turns",
+        0, description="of your batches, those of the highest run first, and equal ones take turns"
     )
 
     @model_validator(mode="after")
     def _options_of_documents(self) -> Self:
-        given = [name for name, value in self.options().items() if value is not None]
-        if self.endpoint != "/v1/caches" and given:
-            raise misuse(given[0], f"{given[0]} is for documents; a question has all of its fields in its own body")
+        option = next((name for name, value in self.options().items() if value is not None), None)
+        if self.endpoint != "/v1/caches" and option is not None:
+            raise misuse(option, f"{option} is for documents; a question has all of its fields in its own body")
         return self
 
     def options(self) -> dict[str, Any]:

@@ -1,5 +1,4 @@
-"""The types of stored caches: one cache, lists, updates, imports, deletions, verifications and erasures, whose receipt
-says what went and what stays."""
+"""The types of stored caches: one cache, lists, updates, imports, deletions, verifications and erasures."""
 
 from __future__ import annotations
 
@@ -10,15 +9,16 @@ from pydantic import Field, model_validator
 
 from kvshelf.api import strict
 from kvshelf.api.certificates import CertifiedBy
+from kvshelf.api.strict import misuse
 
 ExportTo = Literal["llama.cpp", "mlx"]
-"""The engines of others that a cache can become a file of."""
+"""The engines whose files a cache can become."""
 
 ExportDtype = Literal["float32", "float16", "bfloat16"]
-"""Of the numbers in such a file."""
+"""The dtype of the numbers in such a file."""
 
 MOST_WARM: Final = 1000
-"""Caches that one call has in memory."""
+"""Most caches that one call reads into memory."""
 
 EXPORT_SUFFIXES: Final[dict[ExportTo, str]] = {"llama.cpp": ".bin", "mlx": ".safetensors"}
 """How the names of those files end."""
@@ -43,7 +43,7 @@ class ByteCounts(strict.ResponseBody):
 
     @property
     def share(self) -> float:
-        """What `stored` takes of `full_16bit`; 0 where nothing is stored."""
+        """The part of `full_16bit` that `stored` is; 0 where nothing is stored."""
         return self.stored / self.full_16bit if self.full_16bit else 0.0
 
     def told(self, show: Callable[[int], str]) -> str:
@@ -295,8 +295,8 @@ class UpdateCache(strict.RequestBody, strict.Renewable):
     """PATCH /v1/caches/{id}: changes the given fields. `labels` replaces all labels.
 
     A pinned cache is never evicted to make room, but it still expires; a guaranteed one does neither before its time.
-    Both count for the budget of promises. `next_use_s` is a hint to the replicas and no
-    property of the cache: no answer shows it.
+    Both count for the budget of promises. `next_use_s` is a hint to the replicas and no property of the cache: no
+    answer shows it.
     """
 
     ttl_s: strict.Ttl | None = Field(None, description="seconds from now; null: never expires")
@@ -317,18 +317,18 @@ class UpdateCache(strict.RequestBody, strict.Renewable):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if not self.model_fields_set:
-            raise strict.misuse("", f"nothing to change; give at least one of {', '.join(type(self).model_fields)}")
+            raise misuse("", f"nothing to change; give at least one of {', '.join(type(self).model_fields)}")
         strict.require_one_expiry(self.ttl_s, self.expires_at, ttl_renew=self.ttl_renew)
         if {"ttl_s", "expires_at"} <= self.model_fields_set:
-            raise strict.misuse("expires_at", "give ttl_s or expires_at, not both")
+            raise misuse("expires_at", "give ttl_s or expires_at, not both")
         return self
 
     def changes(self) -> dict[str, Any]:
-        """The given fields, without the hint. A new end of the cache ends an earlier renewal."""
-        found = {name: getattr(self, name) for name in self.model_fields_set - {"next_use_s", "ttl_renew"}}
+        """The fields of the request, without the hint. A new end of the cache ends an earlier renewal."""
+        changes = {name: getattr(self, name) for name in self.model_fields_set - {"next_use_s", "ttl_renew"}}
         if {"ttl_s", "expires_at", "ttl_renew"} & self.model_fields_set:
-            found["ttl_renew_s"] = self.ttl_renew_s
-        return found
+            changes["ttl_renew_s"] = self.ttl_renew_s
+        return changes
 
 
 class WarmCaches(strict.RequestBody):
@@ -348,9 +348,9 @@ class WarmCaches(strict.RequestBody):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if bool(self.cache_ids) == bool(self.labels):
-            raise strict.misuse("cache_ids", "give the caches by cache_ids or by labels, and not by both")
+            raise misuse("cache_ids", "give the caches by cache_ids or by labels, and not by both")
         if self.cache_ids and self.model is not None:
-            raise strict.misuse("model", "model goes with labels; leave it out")
+            raise misuse("model", "model goes with labels; leave it out")
         return self
 
 
@@ -430,9 +430,7 @@ class CreateErasure(strict.RequestBody):
     @model_validator(mode="after")
     def _of_something(self) -> Self:
         if not self.labels and not self.name and self.tenant is None:
-            raise strict.misuse(
-                "labels", "say what is to be erased: labels, a name, or the tenant for everything of it"
-            )
+            raise misuse("labels", "say what is to be erased: labels, a name, or the tenant for everything of it")
         return self
 
 

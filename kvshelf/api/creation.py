@@ -6,7 +6,7 @@ import datetime
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, Tag, field_validator, model_validator
 
 from kvshelf.api.certificates import CertificateName
 from kvshelf.api.options import ImageParts, Protecting, has_images, unmarked, without_images
@@ -32,6 +32,7 @@ from kvshelf.api.strict import (
     Text,
     TokenIds,
     Ttl,
+    by_form,
     misuse,
     one_of,
     require_one_document,
@@ -49,22 +50,21 @@ REMOVING_POLICY = "keydiff"
 _REMOVALS = ("compression_ratio", "budget_tokens", "levels", "policy_params")
 
 
-def default_policy(given: Mapping[str, Any]) -> str:
+def default_policy(fields: Mapping[str, Any]) -> str:
     """The policy where none is named, from the other fields of a creation: one that removes entries only where they ask
     for it, and "auto" where a certificate chooses."""
-    if given.get("certificate") is not None:
+    if fields.get("certificate") is not None:
         return "auto"
-    return REMOVING_POLICY if _removes(given) else DEFAULT_POLICY
+    return REMOVING_POLICY if _removes(fields) else DEFAULT_POLICY
 
 
-def default_codec(given: Mapping[str, Any]) -> str:
-    """The codec where none is named. A policy that is named stores numbers as the model makes them: its caches keep
-    the ids that they had before there was another default."""
-    return "none" if given.get("policy") is not None or _removes(given) else DEFAULT_CODEC
+def default_codec(fields: Mapping[str, Any]) -> str:
+    """The codec where none is named. A policy that is named stores numbers as the model makes them."""
+    return "none" if fields.get("policy") is not None or _removes(fields) else DEFAULT_CODEC
 
 
-def _removes(given: Mapping[str, Any]) -> bool:
-    return any(given.get(name) not in (None, {}) for name in _REMOVALS)
+def _removes(fields: Mapping[str, Any]) -> bool:
+    return any(fields.get(name) not in (None, {}) for name in _REMOVALS)
 
 
 CHOSEN_BY_AUTO = {"policy_params", "compression_ratio", "budget_tokens", "codec", "levels", "expected_questions"}
@@ -78,21 +78,14 @@ class LevelOptions(RequestBody):
     codec: CodecText | None = None
 
 
-def _kind(level: object) -> str:
-    return "(options)" if isinstance(level, dict | LevelOptions) else "(ratio)"
-
-
-# Tagged by form, so that an error is about the form that was given; paths leave tags in parentheses out.
-Level = Annotated[Annotated[Ratio, Tag("(ratio)")] | Annotated[LevelOptions, Tag("(options)")], Discriminator(_kind)]
-
-
-def _how_kept(source: object) -> str:
-    return "(form)" if isinstance(source, str) else "(flag)"
-
-
-KeepSource = Annotated[
-    Annotated[bool, Tag("(flag)")] | Annotated[Literal["tokens"], Tag("(form)")], Discriminator(_how_kept)
+Level = Annotated[
+    Annotated[Ratio, Tag("(ratio)")] | Annotated[LevelOptions, Tag("(options)")],
+    by_form(dict | LevelOptions, "(options)", "(ratio)"),
 ]
+
+_FLAG_OR_FORM = by_form(str, "(form)", "(flag)")
+
+KeepSource = Annotated[Annotated[bool, Tag("(flag)")] | Annotated[Literal["tokens"], Tag("(form)")], _FLAG_OR_FORM]
 """Whether the source of a cache is kept: true for the text, or the token ids alone."""
 
 
@@ -104,19 +97,13 @@ def _day(date: str) -> str:
 
 
 Measured = Annotated[
-    Annotated[Literal[False], Tag("(flag)")] | Annotated[Literal["full", "fast"], Tag("(form)")],
-    Discriminator(_how_kept),
+    Annotated[Literal[False], Tag("(flag)")] | Annotated[Literal["full", "fast"], Tag("(form)")], _FLAG_OR_FORM
 ]
 """How the quality of a cache is measured: "full", "fast", or false for not at all."""
 
 
 class CacheOptions(Protecting, Renewable):
-    """How to compress and store a document, without the document.
-
-    `compression_ratio` is the fraction of entries REMOVED, `budget_tokens` the mean number of entries kept per layer
-    and KV head; a policy that removes entries removes half without either. A creation that names neither a policy nor
-    what to remove keeps all entries, under the codec int8.
-    """
+    """How to compress and store a document, without the document. See `CreateCache`."""
 
     model: ModelName | None = Field(None, description="one of /v1/models; default: the first one")
     adapter: ModelName | None = Field(None, description="one of the service's LoRA adapters, a model by its own name")
@@ -233,10 +220,12 @@ class CacheOptions(Protecting, Renewable):
         """Compression ratio and codec of each level, or those of the one cache."""
         if self.levels is None:
             return [(self.compression_ratio, self.codec)]
-        each = [
-            level if isinstance(level, LevelOptions) else LevelOptions(compression_ratio=level) for level in self.levels
+        return [
+            (level.compression_ratio, level.codec or self.codec)
+            if isinstance(level, LevelOptions)
+            else (level, self.codec)
+            for level in self.levels
         ]
-        return [(level.compression_ratio, level.codec or self.codec) for level in each]
 
     @property
     def chooses(self) -> bool:
@@ -262,18 +251,16 @@ class SplitOptions(RequestBody):
     )
 
 
-def _how_split(split: object) -> str:
-    return "(options)" if isinstance(split, dict | SplitOptions) else "(flag)"
-
-
-Split = Annotated[Annotated[bool, Tag("(flag)")] | Annotated[SplitOptions, Tag("(options)")], Discriminator(_how_split)]
+Split = Annotated[
+    Annotated[bool, Tag("(flag)")] | Annotated[SplitOptions, Tag("(options)")],
+    by_form(dict | SplitOptions, "(options)", "(flag)"),
+]
 
 PART_LABELS = ("part", "split")
-"""Labels that a split sets itself: the number of a part, such as 2/5, and what the parts of one split share."""
-
+"""Labels that a split sets: the number of a part, such as 2/5, and what the parts of one split share."""
 
 EPISODE_LABELS = ("episode", "episodes")
-"""Labels that episodes set: the number of one, such as 2/4, and what those of one document share."""
+"""Labels that episodes set: the number of an episode, such as 2/4, and what those of one document share."""
 
 _OF_EPISODES = ("probe", "centroid")
 """Parameters of policy epicache that a creation with episodes sets itself."""
@@ -319,7 +306,6 @@ class CreateCache(CacheOptions):
         description="make one cache for each part of the text, however long it is; the parts share the labels "
         "`document` (the name) and `split`, and have `part` (2/5)",
     )
-
     episodes: EpisodeOptions | None = Field(
         None,
         description="make one cache for each episode of a conversation, by policy epicache; they share the label "
@@ -329,7 +315,7 @@ class CreateCache(CacheOptions):
     @model_validator(mode="before")
     @classmethod
     def _settled(cls, data: Any) -> Any:
-        """What is not said and follows from what is."""
+        """With the policy or the codec that follows from the other fields."""
         data = without_marks(data)
         if not isinstance(data, dict) or data.get("policy") is not None:
             return data
@@ -463,8 +449,8 @@ class AppendCache(Protecting, Renewable):
 
 
 def without_marks(data: Any) -> Any:
-    """The fields of a creation with blocks of text as plain text: those that were marked are rules of `protect`, and
-    images among them are `images`."""
+    """The fields of a creation with blocks as plain text: marked blocks become rules of `protect`, and image blocks
+    `images`."""
     if not isinstance(data, dict):
         return data
     if has_images(data.get("document")):
@@ -475,8 +461,8 @@ def without_marks(data: Any) -> Any:
     document, messages, rules = unmarked(data.get("document"), data.get("messages"))
     if document is data.get("document") and not rules and messages == data.get("messages"):
         return data
-    told = {"document": document, "messages": messages}
-    plain = data | {name: value for name, value in told.items() if name in data}
+    texts = {"document": document, "messages": messages}
+    plain = data | {name: value for name, value in texts.items() if name in data}
     return plain | ({"protect": [*(data.get("protect") or ()), *rules]} if rules else {})
 
 
@@ -495,7 +481,7 @@ class Estimate(CreateCache):
     @model_validator(mode="before")
     @classmethod
     def _settled(cls, data: Any) -> Any:
-        """An estimate without a policy is of all of them, and not of the default."""
+        """Without a policy: an estimate is then of all of them."""
         return without_marks(data)
 
     @model_validator(mode="after")
