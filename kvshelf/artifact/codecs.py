@@ -123,8 +123,8 @@ class Codec:
 
     def __str__(self) -> str:
         defaults = {field.name: field.default for field in fields(self)}
-        given = [(key, getattr(self, key)) for key in _PARAMETERS[self.name]]
-        changed = ",".join(f"{key}={_text(value)}" for key, value in given if value != defaults[key])
+        values = [(key, getattr(self, key)) for key in _PARAMETERS[self.name]]
+        changed = ",".join(f"{key}={_text(value)}" for key, value in values if value != defaults[key])
         return f"{self.name}:{changed}" if changed else self.name
 
     @property
@@ -174,8 +174,7 @@ class Codec:
         if self.coded:
             return {("none", 0), (self.name, 0)}  # type: ignore[arg-type]  # names of `CODED` are precisions
         names: tuple[Precision, ...] = (self.high, self.low) if self.name == "mixed" else (self.name,)
-        found: set[tuple[Precision, int]] = {("none", 0)}
-        return found | {(name, self.group) for name in names if name != "none"}
+        return {("none", 0), *((name, self.group) for name in names if name != "none")}
 
 
 def _text(value: float | str | tuple[float, ...]) -> str:
@@ -184,13 +183,13 @@ def _text(value: float | str | tuple[float, ...]) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def resolve(current: str, wanted: str) -> Codec:
-    """The codec of a cache under codec `current` after encoding it under `wanted`.
+def resolve(current: str, target: str) -> Codec:
+    """The codec of a cache under codec `current` after encoding it under `target`.
 
     "none" adds no encoding. Otherwise a quantized cache keeps its codec, and another one raises `InvalidRequest`:
     encoding twice would add up the errors of both codecs unseen.
     """
-    codec, present = Codec.parse(wanted), Codec.parse(current)
+    codec, present = Codec.parse(target), Codec.parse(current)
     if present.name == "none":
         return codec
     if codec.name != "none" and codec != present:

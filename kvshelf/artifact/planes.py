@@ -21,8 +21,7 @@ import torch
 import zstandard
 from torch import Tensor
 
-from kvshelf.artifact.coded import ByteRows
-from kvshelf.errors import BlobError
+from kvshelf.artifact.coded import ByteRows, malformed
 
 _UNSIGNED: Final = {2: "<u2", 4: "<u4"}
 _SIZE_BYTES: Final = 8
@@ -61,13 +60,19 @@ class PlaneRows(ByteRows):
         have numbers. Decodes nothing."""
         count, head = self.entries * self.num_channels, self.dtype.itemsize * _SIZE_BYTES
         if self.nbytes < head:
-            raise _malformed(where, "is too short for the sizes of its planes")
+            raise malformed(where, "is too short for the sizes of its planes")
         sizes = self._sizes
         if any(size > count for size in sizes) or head + sum(sizes) != self.nbytes:
-            raise _malformed(where, f"has planes of {sizes} bytes in {self.nbytes - head}, for {count} numbers")
+            raise malformed(where, f"has planes of {sizes} bytes in {self.nbytes - head}, for {count} numbers")
         for plane in self._planes():
-            if len(plane) < count and _content_size(plane, where) != count:
-                raise _malformed(where, f"has a plane that is not of its {count} numbers")
+            if len(plane) == count:
+                continue
+            try:
+                content_size = zstandard.frame_content_size(bytes(plane[:18]))  # the longest header of a frame
+            except zstandard.ZstdError as error:
+                raise malformed(where, f"has a plane that is no Zstandard frame ({error})") from error
+            if content_size != count:
+                raise malformed(where, f"has a plane that is not of its {count} numbers")
 
     def decode(self) -> Tensor:
         """`[entries, num_channels]` in `dtype`, bit by bit what was encoded. Raises `BlobError` for a damaged frame."""
@@ -135,18 +140,7 @@ def _unpacked(plane: memoryview, count: int) -> Any:
     try:
         plain = zstandard.ZstdDecompressor().decompress(plane, max_output_size=count, allow_extra_data=False)
     except zstandard.ZstdError as error:
-        raise _malformed("a plane", f"is no Zstandard frame ({error})") from error
+        raise malformed("a plane", f"is no Zstandard frame ({error})") from error
     if len(plain) != count:
-        raise _malformed("a plane", f"has {len(plain)} bytes for {count} numbers")
+        raise malformed("a plane", f"has {len(plain)} bytes for {count} numbers")
     return np.frombuffer(plain, np.uint8)
-
-
-def _content_size(frame: memoryview, where: str) -> int:
-    try:
-        return int(zstandard.frame_content_size(bytes(frame[:18])))  # the longest header of a frame
-    except zstandard.ZstdError as error:
-        raise _malformed(where, f"has a plane that is no Zstandard frame ({error})") from error
-
-
-def _malformed(where: str, what: str) -> BlobError:
-    return BlobError(f"{where} {what}", reason="coded_malformed")

@@ -282,7 +282,7 @@ def _layer(moments: Mapping[Kind, _Moments], weights: Mapping[Kind, Tensor], uni
     of_values = _row_transform(values, left, left_each, weights["values"], value_unit)
     return {
         "keys": _row_transform(keys, keys.covariance, _blocks(keys.covariance, heads), weights["keys"], key_unit),
-        "values": replace(of_values, joint_slope=joint.float(), each_slope=each.float()),
+        "values": replace(of_values, joint_slope=joint.float(), per_head_slope=each.float()),
     }
 
 

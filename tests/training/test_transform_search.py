@@ -219,7 +219,7 @@ def test_weights_are_undone_when_rows_are_decoded(learnt):
         for found in layer.values():
             size = found.joint.shape[0]
             assert torch.allclose(found.analysis(None) @ found.synthesis(None), torch.eye(size), atol=0.05)
-            assert torch.allclose(found.analysis(1) @ found.synthesis(1), torch.eye(found.each.shape[1]), atol=0.05)
+            assert torch.allclose(found.analysis(1) @ found.synthesis(1), torch.eye(found.per_head.shape[1]), atol=0.05)
 
 
 @pytest.mark.parametrize("damage", ["format", "missing", "skew", "singular", "wide", "slope", "infinite", "cut"])
@@ -262,7 +262,7 @@ def test_version_1_is_read_and_has_no_weights(tiny):
 def test_version_2_is_read_and_foretells_nothing(learnt):
     import numpy as np
 
-    plain = {"joint_slope": None, "each_slope": None}
+    plain = {"joint_slope": None, "per_head_slope": None}
     layers = [dict(layer, values=replace(layer["values"], **plain)) for layer in _layers(learnt)]
     data = pack("0f", layers, _tables(np.exp(-np.arange(1 << 13) / (1 << 7) * 1.4)), {})
     assert b"kvshelf.transforms/2" in data

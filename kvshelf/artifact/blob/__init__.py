@@ -51,7 +51,7 @@ class PackedBlob:
 
 def check_segment(index: int, layer: Layer, segment: memoryview) -> None:
     """Raise `BlobError` unless a layer's segment matches the digests of its head and of all its rows, and its padding
-    is zero. `check_runs` checks those of its runs, which only a partial read uses."""
+    is zero. `check_runs` checks the digests of its runs, which only a partial read uses."""
     check_whole(index, layer, [segment], lambda: segment[layer.digests.offset :])
     check_padding(index, layer, segment)
 
@@ -60,8 +60,8 @@ def check_runs(index: int, layer: Layer, segment: memoryview) -> None:
     """Raise `BlobError` unless the digest of every run is that of its rows. For blobs from outside: those on a shelf
     were checked when they came, and their root digest has not changed."""
     digests = segment[layer.digests.offset :]
-    for run, found in enumerate(run_digests(layer, [segment])):
-        require_run(index, run, found, digests)
+    for run, digest in enumerate(run_digests(layer, [segment])):
+        require_run(index, run, digest, digests)
 
 
 def check_padding(index: int, layer: Layer, segment: memoryview) -> None:
@@ -100,7 +100,7 @@ def verify_file(file: BinaryIO, size: int) -> frame.BlobSummary:
     buffer = bytearray(_CHUNK)
     for index, layer in enumerate(summary.header.layers):  # segments follow each other without holes
         offset = layer.digests.offset
-        check_whole(index, layer, _chunks(file, buffer, offset), partial(_view, file, layer.nbytes - offset))
+        check_whole(index, layer, _chunks(file, buffer, offset), partial(_read, file, layer.nbytes - offset))
     return summary
 
 
@@ -116,10 +116,6 @@ def _read(file: BinaryIO, size: int) -> bytes:
     if len(data) != size:
         raise BlobError(f"the file ended {size - len(data)} bytes early while it was read", reason="truncated")
     return data
-
-
-def _view(file: BinaryIO, size: int) -> memoryview:
-    return memoryview(_read(file, size))
 
 
 def _chunks(file: BinaryIO, buffer: bytearray, size: int) -> Iterator[memoryview]:

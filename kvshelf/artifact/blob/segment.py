@@ -18,8 +18,8 @@ from torch import Tensor
 from kvshelf.artifact.blob.body import Body
 from kvshelf.artifact.blob.header import Header
 from kvshelf.artifact.blob.kinds import KINDS
-from kvshelf.artifact.blob.kinds.record import Arrays, Dims, DtypeName, Ints, RecordHeader, ints
 from kvshelf.artifact.blob.layer import NO_DIMS, Layer, Span, StateHeader
+from kvshelf.artifact.blob.record import Arrays, Dims, DtypeName, Ints, RecordHeader, ints
 from kvshelf.artifact.codecs import BITS, CODED, Precision
 from kvshelf.artifact.coded import CodedRows
 from kvshelf.artifact.encoding import AXES
@@ -50,8 +50,7 @@ _PLAIN_OR_CODED: dict[type, Precision] = {Tensor: "none", CodedRows: "klt", Plan
 
 @dataclass(frozen=True)
 class Written:
-    """A layer as it is written: its headers, and its arrays in segment order, which share memory with contiguous
-    tensors."""
+    """A layer's headers and its arrays in segment order. The arrays share memory with contiguous tensors."""
 
     dims: Dims
     records: list[RecordHeader]
@@ -62,10 +61,10 @@ class Written:
 def write_layer(record: LayerRecord, num_tokens: int) -> Written:
     """Raises `InvalidRequest` for a record that the format cannot hold."""
     entries, states = entries_of(record), states_of(record)
-    headers = [_state_header(state) for state in states]
-    of_states = [_raw(state.tensor) for state in states]
+    state_headers = [_state_header(state) for state in states]
+    state_arrays = [_raw(state.tensor) for state in states]
     if entries is None:
-        return Written(NO_DIMS, [], headers, of_states)
+        return Written(NO_DIMS, [], state_headers, state_arrays)
     parts = parts_of(entries)
     dims = Dims(_dtype_name(parts), entries.key_dim, entries.value_dim)
     written = [_write_record(part, _Target(num_tokens)) for part in parts]
@@ -75,7 +74,7 @@ def write_layer(record: LayerRecord, num_tokens: int) -> Written:
     except BlobError as error:
         raise InvalidRequest(f"the cache cannot be written as a blob: {error}") from error
     arrays = [data for _, arrays in written for data in arrays.values()]
-    return Written(dims, [header for header, _ in written], headers, arrays + of_states)
+    return Written(dims, [header for header, _ in written], state_headers, arrays + state_arrays)
 
 
 def read_layer(index: int, header: Header, body: Body) -> LayerRecord:
@@ -86,8 +85,8 @@ def read_layer(index: int, header: Header, body: Body) -> LayerRecord:
     record = view_layer(index, header, body)
     entries = entries_of(record)
     if entries is not None:
-        found = zip(parts_of(entries), header.layers[index].runs, strict=True)
-        _require_rows(f"layer {index}", [part for part, runs in found if runs])
+        parts = zip(parts_of(entries), header.layers[index].runs, strict=True)
+        _require_rows(f"layer {index}", [part for part, runs in parts if runs])
     return record
 
 
@@ -95,8 +94,10 @@ def view_layer(index: int, header: Header, body: Body) -> LayerRecord:
     """As `read_layer`, before the rows have been read: `require_runs_sound` checks those of runs once they are there.
     Rows of records without runs are checked here."""
     layer = header.layers[index]
-    described = zip(layer.records, layer.arrays, strict=True)
-    parts = tuple(_Reader(record, spans, layer, body, header.num_tokens).record() for record, spans in described)
+    parts = tuple(
+        _Reader(record, spans, layer, body, header.num_tokens).record()
+        for record, spans in zip(layer.records, layer.arrays, strict=True)
+    )
     states = tuple(
         State(
             state.role,
@@ -114,8 +115,8 @@ def view_layer(index: int, header: Header, body: Body) -> LayerRecord:
 
 
 def require_runs_sound(where: str, part: PackedRecord, run_rows: int, runs: Sequence[int]) -> None:
-    """Raise `BlobError` for what `read_layer` refuses in the rows of some runs. run_rows: of each head in a run. runs:
-    counted from 0 in this record."""
+    """Raise `BlobError` for what `read_layer` refuses in the rows of some runs. run_rows: rows of each head in a run.
+    runs: numbers of runs, counted from 0 in this record."""
     if not runs:
         return
     for rows in (part.keys, part.values):
@@ -126,17 +127,17 @@ def require_runs_sound(where: str, part: PackedRecord, run_rows: int, runs: Sequ
 def _last_bytes(rows: QuantizedRows, run_rows: int, runs: Sequence[int]) -> HeadRows:
     """These runs of all heads, joined, with the last byte alone of each row's codes: all that `_require_codes` reads.
     Joined, because the operations on one run of one head take longer than its numbers."""
-    found = [
+    pieces = [
         head.coded(start, min(start + run_rows, len(head)))
         for head in rows.heads()
         for start in (run * run_rows for run in runs)
         if start < len(head)
     ]
     return replace(
-        found[0],
-        codes=torch.cat([each.codes[:, -1:] for each in found]),
-        scales=torch.cat([each.scales for each in found]),
-        zeros=torch.cat([each.zeros for each in found]),
+        pieces[0],
+        codes=torch.cat([piece.codes[:, -1:] for piece in pieces]),
+        scales=torch.cat([piece.scales for piece in pieces]),
+        zeros=torch.cat([piece.zeros for piece in pieces]),
     )
 
 
@@ -171,12 +172,13 @@ def _write_record(record: PackedRecord, target: _Target) -> tuple[RecordHeader, 
         "lengths": record.lengths,
         "position_encoding": encoding,
     }
-    own, own_arrays = KINDS[record.kind].write(record, target)
-    arrays |= own_arrays
+    kind_fields, kind_arrays = KINDS[record.kind].write(record, target)
+    fields |= kind_fields
+    arrays |= kind_arrays
     if names := sorted(record.columns):
-        own |= {"columns": names}
+        fields["columns"] = names
         arrays["columns"] = target.raw(torch.stack([record.columns[name].float() for name in names]))
-    return KINDS[record.kind](**fields, **own, sizes=[len(data) for data in arrays.values()]), arrays
+    return KINDS[record.kind](**fields, sizes=[len(data) for data in arrays.values()]), arrays
 
 
 def _precision(record: PackedRecord) -> tuple[Precision, int]:
@@ -211,7 +213,7 @@ def _raw(tensor: Tensor) -> memoryview:
 
 @dataclass(frozen=True)
 class _Target:
-    """As `kinds.record.Target`, for records of a document of so many tokens."""
+    """The `record.Target` of a document of `num_tokens` tokens."""
 
     num_tokens: int
 
@@ -224,8 +226,7 @@ class _Target:
 
 @dataclass(frozen=True)
 class _Reader:
-    """One record of a segment, as `kinds.record.RecordArrays`. The header has been checked against the size of the
-    segment."""
+    """The `record.RecordArrays` of one record in a segment, whose size the header has been checked against."""
 
     header: RecordHeader
     spans: dict[str, Span]
@@ -243,11 +244,12 @@ class _Reader:
             entries_at=self.positions("positions", header.position_encoding, header.lengths),
             offsets=offsets_of(header.lengths),
             rope_mode=header.rope_mode,
-            columns=self._columns(header.columns),
+            columns=self._columns(),
             **header.read(self),
         )
 
-    def _columns(self, names: list[str]) -> dict[str, Tensor]:
+    def _columns(self) -> dict[str, Tensor]:
+        names = self.header.columns
         if not names:
             return {}
         rows = self.tensor("columns", "float32", len(names), sum(self.header.column_lengths))
@@ -258,21 +260,18 @@ class _Reader:
         return self.layer.dims
 
     def _rows(self, name: str, dim: int) -> Stored:
-        header, dtype = self.header, self.dims.dtype
+        header, dtype = self.header, DTYPES[self.dims.dtype]
         lengths = header.row_lengths
         entries = sum(lengths)
         if header.codec in CODED:
             array = f"{name}_coded"
             data = self.tensor(array, "uint8", self.spans[array].nbytes)
-            rows = (
-                CodedRows(data, tuple(lengths), dim, DTYPES[dtype])
-                if header.codec == "klt"
-                else PlaneRows(data, entries, dim, DTYPES[dtype])
-            )
+            klt = header.codec == "klt"
+            rows = CodedRows(data, tuple(lengths), dim, dtype) if klt else PlaneRows(data, entries, dim, dtype)
             rows.require_sound(array)
             return rows
         if header.codec == "none":
-            return self.tensor(name, dtype, entries, dim)
+            return self.tensor(name, self.dims.dtype, entries, dim)
         bits, axis = BITS[header.codec], AXES[name]
         shape = scales_shape(axis, header.group, lengths, dim)
         return QuantizedRows(
@@ -283,7 +282,7 @@ class _Reader:
             group=header.group,
             axis=axis,
             num_channels=dim,
-            dtype=DTYPES[dtype],
+            dtype=dtype,
             lengths=tuple(lengths),
         )
 
@@ -301,7 +300,7 @@ class _Reader:
 
 
 def _require_sound(where: str, record: Entries, num_tokens: int) -> None:
-    """Refuse records that attention would misread, by what their kind requires, and tokens that two have."""
+    """Refuse records that attention would misread, as their kind requires, and a token that two records have."""
     parts = parts_of(record)
     for part in parts:
         KINDS[part.kind].require_sound(where, part, num_tokens)
@@ -328,9 +327,9 @@ def _require_codes(where: str, rows: QuantizedRows | HeadRows) -> None:
         raise BlobError(f"{where} has codes whose unused bits are not zero", reason="nonzero_padding")
 
 
-def _by_head(found: Tensor, lengths: list[int]) -> Ints:
+def _by_head(positions: Tensor, lengths: list[int]) -> Ints:
     """Positions as numbers that are distinct across heads, ascending."""
-    return ints(found) + np.repeat(np.arange(len(lengths), dtype=np.int64) << 31, lengths)
+    return ints(positions) + np.repeat(np.arange(len(lengths), dtype=np.int64) << 31, lengths)
 
 
 def _require_disjoint(where: str, parts: list[Ints]) -> None:

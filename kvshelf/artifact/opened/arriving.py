@@ -69,8 +69,8 @@ class OpenedCache(abc.ABC):
     @property
     def lengths(self) -> list[list[int]]:
         """Entries of each head of each layer."""
-        of_records = ([record.lengths for record in layer.records] for layer in self._header.layers)
-        return [[sum(of_head) for of_head in zip(*lengths, strict=True)] for lengths in of_records]
+        layers = ([record.lengths for record in layer.records] for layer in self._header.layers)
+        return [[sum(of_head) for of_head in zip(*lengths, strict=True)] for lengths in layers]
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -143,9 +143,7 @@ class ArrivingCache(OpenedCache):
 
     def cache(self) -> CompressedCache:
         """The whole cache. Waits for all layers, and raises the error of the first one that failed."""
-        layers = tuple(layer.result() for layer in self.layers)
-        about = (self.num_tokens, self.next_position, self.identity, self.codec, self.sentence_ends, self.summary)
-        return CompressedCache(layers, *about)
+        return CompressedCache.of(self._header, tuple(layer.result() for layer in self.layers))
 
     def close(self) -> None:
         """Close the file. Layers not read yet raise `StoreUnavailable`; the others stay usable.
@@ -166,13 +164,12 @@ class ArrivingCache(OpenedCache):
         layers = self._header.layers
         sizes = [layer.nbytes for layer in layers]
         portions = [range(len(layers))] if together else list(portions_of(sizes))
+        ends = {portion.stop for portion in portions}
+        batches = [batch for portion in portions for batch in batches_of(sizes, portion)]
         checked = handed = 0
         try:
-            with closing(
-                self._batches(memory, [each for portion in portions for each in batches_of(sizes, portion)])
-            ) as batches:
-                ends = {portion.stop for portion in portions}
-                for index in chain.from_iterable(batches):
+            with closing(self._batches(memory, batches)) as filled:
+                for index in chain.from_iterable(filled):
                     if self.layers[index].done():  # closed
                         return
                     layer = layers[index]

@@ -61,18 +61,18 @@ class Dims(NamedTuple):
 
 
 class RowArray(NamedTuple):
-    """An array with the rows of a record, packed by head: an item of `item_bytes` for every `rows` rows of a head."""
+    """An array of a record's rows, packed by head: an item of `item_bytes` for every `rows` rows of a head."""
 
     name: str
     rows: int
     item_bytes: int
 
     def nbytes(self, rows: int) -> int:
-        """Of so many rows from the first of a head, or of a run, on."""
+        """Bytes of the first `rows` rows of a head or of a run."""
         return -(-rows // self.rows) * self.item_bytes
 
     def total(self, lengths: Sequence[int]) -> int:
-        """Bytes of all heads, of these lengths."""
+        """Bytes of heads with these numbers of rows."""
         rows = self.rows  # read once, and one row apart: a header may have 200 layers of 128 heads
         items = sum(lengths) if rows == 1 else sum(-(-length // rows) for length in lengths)
         return items * self.item_bytes
@@ -116,7 +116,6 @@ class RecordHeader(Strict):
     transformable: ClassVar[bool] = True
     """Whether codec klt can store it. Its transforms are those of whole keys without their rotation."""
     row_names: ClassVar[tuple[str, ...]] = ("keys", "values")
-    """What it has rows of."""
 
     kind: str
     rope_mode: RopeMode
@@ -143,12 +142,12 @@ class RecordHeader(Strict):
 
     @property
     def row_lengths(self) -> list[int]:
-        """How its rows are packed: of those of each head."""
+        """Rows of each head."""
         return self.lengths
 
     @property
     def column_lengths(self) -> list[int]:
-        """How its columns are packed, likewise."""
+        """Numbers of each head in a column."""
         return self.lengths
 
     @property
@@ -165,7 +164,7 @@ class RecordHeader(Strict):
         return runs if runs > 1 else 0
 
     def key_dim(self, dims: Dims) -> int:
-        """Channels that its keys have."""
+        """Channels of its keys."""
         return dims.key_dim
 
     def precisions(self, codec: Codec) -> Collection[tuple[Precision, int]]:
@@ -176,9 +175,9 @@ class RecordHeader(Strict):
 
     def row_arrays(self, dims: Dims) -> list[RowArray]:
         """The arrays with its rows, in segment order; none under codecs of `CODED`, whose streams are not cut."""
-        key_dim = self.key_dim(dims)
         if self.codec in CODED:
             return []
+        key_dim = self.key_dim(dims)
         dims_of = {"keys": key_dim, "values": dims.value_dim}
         if self.codec == "none":
             return [RowArray(name, 1, dims_of[name] * ITEM_BYTES[dims.dtype]) for name in self.row_names]
@@ -224,10 +223,10 @@ class RecordHeader(Strict):
             raise BlobError(
                 f"{where} says {len(self.sizes)} sizes for the arrays {', '.join(expected)}", reason="size_mismatch"
             )
-        for (name, size), said in zip(expected.items(), self.sizes, strict=True):
-            if size is not None and said != size:
+        for (name, size), stated in zip(expected.items(), self.sizes, strict=True):
+            if size is not None and stated != size:
                 raise BlobError(
-                    f"{where} says {said} bytes of {name}, its shape and dtype make {size}", reason="size_mismatch"
+                    f"{where} says {stated} bytes of {name}, its shape and dtype make {size}", reason="size_mismatch"
                 )
         check_lengths(where, "entries", self.lengths, num_tokens)
 
@@ -251,6 +250,11 @@ def check_lengths(where: str, what: str, lengths: list[int], num_tokens: int) ->
         raise BlobError(
             f"{where} has {max(lengths)} {what} in a head, the document {num_tokens} tokens", reason="positions_count"
         )
+
+
+def inconsistent(message: str) -> BlobError:
+    """The refusal of fields that contradict each other."""
+    return BlobError(message, reason="inconsistent")
 
 
 def ints(tensor: Tensor) -> Ints:
