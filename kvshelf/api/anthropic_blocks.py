@@ -7,6 +7,7 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
+from kvshelf.api import tools
 from kvshelf.api.strict import (
     ONE_OR_LIST,
     AnyFields,
@@ -20,21 +21,9 @@ from kvshelf.api.strict import (
     type_tag,
     without_unsupported,
 )
-from kvshelf.api.tools import (
-    MAX_TOOLS,
-    CalledFunction,
-    Function,
-    NamedFunction,
-    NamedTool,
-    Tool,
-    ToolCall,
-    ToolChoice,
-    ToolTurn,
-)
 
 BETWEEN_BLOCKS: Final = "\n\n"
-"""Between the texts of two blocks, and between a document and a question behind it: a text reads the same, wherever it
-has cache_control."""
+"""Between two blocks, and between a document and its question: a text reads the same, wherever its cache_control is."""
 
 _ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
     "allowed_callers": (["direct"],),
@@ -112,9 +101,11 @@ class ToolUseBlock(RequestBody):
     cache_control: CacheControl | None = None
 
     @property
-    def call(self) -> ToolCall:
+    def call(self) -> tools.ToolCall:
         """In OpenAI's shape."""
-        return ToolCall(id=self.id, function=CalledFunction.model_construct(name=self.name, arguments=self.input))
+        return tools.ToolCall(
+            id=self.id, function=tools.CalledFunction.model_construct(name=self.name, arguments=self.input)
+        )
 
 
 class ThinkingBlock(RequestBody):
@@ -207,10 +198,10 @@ class InputMessage(RequestBody):
 Turn = tuple[Role, list[AnyBlock]]
 
 
-def as_turns(turns: Iterable[Turn]) -> list[ToolTurn]:
+def as_turns(turns: Iterable[Turn]) -> list[tools.ToolTurn]:
     """The turns of a conversation in OpenAI's shape. Results of tools stand in the order of their calls, because a
     template names no calls. Raises for a call without its result in the next turn, and for a result without call."""
-    converted: list[ToolTurn] = []
+    converted: list[tools.ToolTurn] = []
     called: list[str] = []
     for role, blocks in turns:
         results = [block for block in blocks if isinstance(block, ToolResultBlock)]
@@ -226,13 +217,15 @@ def as_turns(turns: Iterable[Turn]) -> list[ToolTurn]:
                 "messages", "a text stands before a tool_result; the tool_result blocks of a message come first"
             )
         results.sort(key=lambda result: called.index(result.tool_use_id))
-        converted += [ToolTurn(role="tool", content=item.plain, tool_call_id=item.tool_use_id) for item in results]
+        converted += [
+            tools.ToolTurn(role="tool", content=item.plain, tool_call_id=item.tool_use_id) for item in results
+        ]
         calls = [block.call for block in blocks if isinstance(block, ToolUseBlock)]
         called = [call.id for call in calls]
         if rest := [block for block in blocks if not isinstance(block, ToolResultBlock)]:
             thought = "".join(block.thinking for block in rest if isinstance(block, ThinkingBlock))
             converted.append(
-                ToolTurn(role=role, content=joined(rest), tool_calls=calls, reasoning_content=thought or None)
+                tools.ToolTurn(role=role, content=joined(rest), tool_calls=calls, reasoning_content=thought or None)
             )
     return converted
 
@@ -265,13 +258,15 @@ class CustomTool(RequestBody):
         return without_unsupported(data, _ASKS_NOTHING)
 
     @property
-    def plain(self) -> Tool:
+    def plain(self) -> tools.Tool:
         """In OpenAI's shape."""
-        function = Function.model_construct(name=self.name, description=self.description, parameters=self.input_schema)
-        return Tool(type="function", function=function)
+        function = tools.Function.model_construct(
+            name=self.name, description=self.description, parameters=self.input_schema
+        )
+        return tools.Tool(type="function", function=function)
 
 
-CustomTools = Annotated[list[CustomTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+CustomTools = Annotated[list[CustomTool], Field(max_length=tools.MAX_TOOLS, fail_fast=True)]
 
 
 class CustomToolChoice(RequestBody):
@@ -288,8 +283,8 @@ class CustomToolChoice(RequestBody):
         return self
 
     @property
-    def plain(self) -> ToolChoice:
+    def plain(self) -> tools.ToolChoice:
         """In OpenAI's shape."""
         if self.name is not None:
-            return NamedTool(type="function", function=NamedFunction(name=self.name))
+            return tools.NamedTool(type="function", function=tools.NamedFunction(name=self.name))
         return "required" if self.type == "any" else "none" if self.type == "none" else "auto"

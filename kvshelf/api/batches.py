@@ -15,15 +15,7 @@ from kvshelf.api.creation import CacheOptions
 from kvshelf.api.strict import MAX_TTL_S, ListBody, QueryString, RequestBody, ResponseBody, misuse
 
 BatchStatus = Literal[
-    "validating",
-    "failed",
-    "in_progress",
-    "paused",
-    "finalizing",
-    "completed",
-    "expired",
-    "cancelling",
-    "cancelled",
+    "validating", "failed", "in_progress", "paused", "finalizing", "completed", "expired", "cancelling", "cancelled"
 ]
 Endpoint = Literal["/v1/caches", "/v1/chat/completions"]
 """What a batch does with each of its rows: compress a document, or answer a question."""
@@ -87,7 +79,7 @@ class CreateBatch(CacheOptions):
         return self
 
     def options(self) -> dict[str, Any]:
-        """The given creation options, as defaults for the rows."""
+        """The creation options of the request, as defaults for the rows."""
         return self.model_dump(mode="json", include=set(CacheOptions.model_fields), exclude_unset=True)
 
 
@@ -137,8 +129,7 @@ class FileDeleted(ResponseBody):
 
 
 class RequestCounts(ResponseBody):
-    """Numbers of rows. `completed` rows have a cache, or an answer; `reused` ones among them already had their cache,
-    at no cost."""
+    """Numbers of rows. `completed` rows have a cache or an answer. `reused` ones of them had their cache already."""
 
     total: int = 0
     completed: int = 0

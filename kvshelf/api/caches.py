@@ -120,8 +120,8 @@ class Tried(strict.ResponseBody):
 
 
 class Recoded(strict.ResponseBody):
-    """A cache that a ladder has coded smaller. `codec`: under which it was made, and of which its id is. `at`: when it
-    was coded last, Unix seconds."""
+    """A cache that a ladder has coded smaller. `codec`: of its creation and its id. `at`: Unix seconds of the last
+    coding."""
 
     codec: str
     at: float
@@ -217,8 +217,7 @@ class StoredTurn(strict.ResponseBody):
 
 
 class TurnList(strict.ListBody):
-    """GET /v1/caches/{id}/turns: from the document that was compressed first, as far as it is known, to the cache that
-    was asked for."""
+    """GET /v1/caches/{id}/turns: from the document that was compressed first, as far as known, to this cache."""
 
     data: list[StoredTurn]
 
@@ -356,8 +355,7 @@ class WarmCaches(strict.RequestBody):
 
 class WarmedReplica(strict.ResponseBody):
     """What one replica of a model has in memory now of the caches: `bytes`, of which it read `read_bytes` for this.
-    `left_out`: those that found no room beside what questions use or are about to, or could not be read to their
-    end."""
+    `left_out`: those without room beside the caches that questions use or await, and those with unreadable bytes."""
 
     replica: str
     model: str = ""

@@ -1,5 +1,4 @@
-"""The types of `/v1/caches/{id}/kept` and `/prompt`: which tokens of a document a cache kept, and which a question
-builds."""
+"""The types of `/v1/caches/{id}/kept` and `/prompt`: the tokens that a cache kept, and those of a question's prompt."""
 
 from __future__ import annotations
 

@@ -63,8 +63,7 @@ class Breakpoint(strict.RequestBody):
 
 
 class PromptCacheOptions(strict.RequestBody):
-    """`ttl`: the lifetime of a breakpoint's cache, from its last use on. `mode` has no effect: only a breakpoint makes
-    a cache."""
+    """`ttl`: the lifetime of a breakpoint's cache from its last use on. `mode` has no effect."""
 
     mode: Literal["implicit", "explicit"] = "implicit"
     ttl: CacheTtl = "30m"
@@ -401,8 +400,7 @@ class MarkedCompletionRequest(ChatCompletionRequest):
 
 
 class PromptTokensDetails(strict.ResponseBody):
-    """`cached_tokens` are document tokens served from the shelf, `cache_write_tokens` those that this request put
-    there."""
+    """`cached_tokens`: document tokens from the shelf. `cache_write_tokens`: those that this request put there."""
 
     cached_tokens: int
     cache_write_tokens: int = 0

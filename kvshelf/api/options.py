@@ -92,10 +92,7 @@ _RULE_SCHEMA: Final = {
 ProtectRules = Annotated[
     list[
         Annotated[
-            str,
-            Field(min_length=1, max_length=MAX_RULE),
-            BeforeValidator(written_rule),
-            WithJsonSchema(_RULE_SCHEMA),
+            str, Field(min_length=1, max_length=MAX_RULE), BeforeValidator(written_rule), WithJsonSchema(_RULE_SCHEMA)
         ]
     ],
     Field(max_length=256),

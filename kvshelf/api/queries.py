@@ -86,8 +86,7 @@ class AskShelf(Ask, strict.Renewable):
 
 
 class Asking(AskShelf):
-    """What is asked and how it is answered, whichever caches are asked. Exactly one of `prompt` (one or several) and
-    `messages`."""
+    """A question to any caches, and how it is answered. Exactly one of `prompt` (one or several) and `messages`."""
 
     model_config = ConfigDict(json_schema_extra=strict.one_of(prompt=["string", "array"], messages="array"))
 
@@ -254,8 +253,7 @@ class ReadShares(strict.ResponseBody):
     def most_read(self, count: int = 5) -> list[TokenRun]:
         """Up to `count` runs of tokens, the one with the highest mean share first.
 
-        A run grows around the highest share outside the runs so far, as long as its neighbours have at least half of
-        that.
+        A run grows around the highest share outside the runs so far, over neighbours with at least half of that share.
         """
         shares = self.fractions()
         runs: list[TokenRun] = []

@@ -173,8 +173,7 @@ def _turns(items: Sequence[ResponseItem | CallItem | ResultItem | ReasoningItem]
 
 
 class Reasoning(strict.RequestBody):
-    """`effort`: as `reasoning_effort` of chat completions. `summary` asks for a summary of thoughts, which an answer
-    has in whole."""
+    """`effort`: as `reasoning_effort` of chat completions. `summary` has no effect: an answer has whole thoughts."""
 
     effort: shapes.Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None

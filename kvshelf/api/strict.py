@@ -117,8 +117,7 @@ def type_tag(value: Any, default: str | None = None) -> str:
 
 
 def require_type(*kinds: str, what: str, default: str | None = None) -> BeforeValidator:
-    """Refuses objects of other types by name. what: the noun in the message. default: the type of an object that names
-    none."""
+    """Refuses objects of other types by name. what: the noun in the message. default: for objects without a type."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and value.get("type", default) not in kinds:
@@ -287,19 +286,16 @@ _NO_BRACKET = bytes(set(range(256)) - set(b"[]{}"))
 
 
 class JsonBounds:
-    """Counts the JSON of one request, that of its body and that in texts of the body. It is the context in which the
-    body is validated.
+    """Counts the JSON of one request, in its body and in texts of the body. The body is validated in this context.
 
-    It counts in one scan, without objects: each field or element costs a hundred times its bytes once it is an object
-    or an error.
+    It counts in one scan, without objects: a field or element takes a hundred times its bytes as an object or error.
     """
 
     def __init__(self) -> None:
         self._fields = self._elements = self._brackets = 0
 
     def take(self, text: bytes | bytearray) -> None:
-        """Counts JSON that is to be parsed. Raises `InvalidRequest` for too many fields, elements or digits, and for
-        nesting that is too deep."""
+        """Counts JSON before it is parsed. Raises `InvalidRequest` for too many fields, elements, digits or levels."""
         structure = _STRING.sub(b"", text)
         brackets = structure.translate(None, _NO_BRACKET)
         self._fields += structure.count(b":")

@@ -70,8 +70,7 @@ Tools = Annotated[list[Tool], Field(min_length=1, max_length=MAX_TOOLS, fail_fas
 
 
 class ToolTurn(RequestBody):
-    """A turn of a conversation with tools. tool_calls, reasoning_content: of an assistant's turn. tool_call_id: of a
-    tool's."""
+    """A turn of a conversation with tools. tool_calls, reasoning_content: of an assistant. tool_call_id: of a tool."""
 
     role: Role | Literal["tool"]
     content: str

@@ -76,9 +76,8 @@ class CompressedCache:
 
     @property
     def attached_bytes(self) -> int:
-        """Bytes that the layers take while questions are asked: those of a coded cache are decoded first, and latents
-        are joined with their rotated parts. What is made of residuals takes their place, or at every step stands beside
-        them, one layer at a time."""
+        """Bytes of the layers while questions are asked. Those of a coded cache are then decoded, and latents joined
+        with their rotated parts. Keys and values replace their residuals, or stand beside them, one layer at a time."""
         parts = [part for entries in self._with_entries for part in records.parts_of(entries)]
         read = self.nbytes + sum(part.joined_bytes + part.unpacked_bytes for part in parts)
         sizes = [part.made_bytes for part in parts]
@@ -107,8 +106,7 @@ class CompressedCache:
 
     @property
     def reduced(self) -> Sequence[records.Entries]:
-        """The entries among which the policy chose: of the layers that see the whole document, of all that have entries
-        where there are no others."""
+        """The entries among which the policy chose: of layers that see the whole document, or without any of all."""
         entries = self._with_entries
         return [layer for layer in entries if not isinstance(layer, records.Recent)] or entries
 
@@ -195,8 +193,7 @@ class CompressedCache:
         return self.next_position != self.num_tokens
 
     def to_bytes(self, codec: str | None = None) -> bytes:
-        """The blob of docs/internals/format.md. `codec` None keeps the encoding the cache has; equal caches give equal
-        bytes.
+        """The blob of docs/internals/format.md; equal caches give equal bytes. `codec` None keeps the cache's encoding.
 
         Raises `InvalidRequest` as `encoded` does, and for a cache that the format cannot hold.
         """
@@ -217,8 +214,7 @@ class CompressedCache:
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> CompressedCache:
-        """Read a blob, alone or in an export. Every digest is checked before a tensor is made; raises `BlobError` for
-        any other bytes."""
+        """Read a blob, alone or in an export. Checks every digest first. Raises `BlobError` for any other bytes."""
         return cls.of(*tensors.decode(split(as_view(data)).blob))
 
     @classmethod

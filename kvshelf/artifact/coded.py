@@ -205,8 +205,7 @@ class CodedRows(ByteRows):
             raise malformed(where, "has streams of other sizes")
 
     def placed(self, states: Tensor, positions: Sequence[Tensor], turn: Turn | None) -> Tensor:
-        """Rows `[entries, D]` in `dtype` from `states`. positions: of each head's rows. turn: rotates keys to them;
-        None for values."""
+        """Rows `[entries, D]` in `dtype` from `states`. turn: rotates keys to the `positions` of each head, or None."""
         if turn is None:
             return states.to(self.dtype)
         out = states.to(self.dtype, copy=True)
@@ -315,8 +314,9 @@ def encode_rows(
         mean = transform.mean.flatten() if joint else transform.mean[group]
         basis = transform.analysis(None if joint else group)
         dead = _DEAD if transform.weight is None else _DEAD_WEIGHTED
-        rounded = _rounded((rows - mean) @ (basis / step), dead).clamp_(-_MAX_CODE, _MAX_CODE)
-        codes = rounded.to(torch.int32).T.numpy()
+        coefficients = (rows - mean) @ (basis / step)
+        rounded = coefficients.sign() * (coefficients.abs() + (0.5 - dead)).floor_()
+        codes = rounded.clamp_(-_MAX_CODE, _MAX_CODE).to(torch.int32).T.numpy()
         order = transform.order(step_parts, None if joint else group)
         shifts.append(_best_shifts(codes, tables, order))
         order = _shifted(order, shifts[-1], tables)
@@ -333,11 +333,6 @@ def encode_rows(
     )
     array = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     return CodedRows(array, tuple(map(len, heads)), heads[0].shape[1], heads[0].dtype)
-
-
-def _rounded(coefficients: Tensor, dead: float) -> Tensor:
-    """The nearest integers, with the borders between two of them moved away from zero by `dead`."""
-    return coefficients.sign() * (coefficients.abs() + (0.5 - dead)).floor_()
 
 
 def _best_shifts(codes: Any, tables: ans.Tables, order: Sequence[int]) -> Any:

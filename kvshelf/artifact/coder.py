@@ -1,5 +1,4 @@
-"""The codec `klt` for one model, by its transforms and its RoPE; and plain rows from those of any codec that has to be
-decoded."""
+"""The codec `klt` for one model, by its transforms and its RoPE; and plain rows from those of any coding codec."""
 
 from __future__ import annotations
 
@@ -55,8 +54,7 @@ class LayerCoder:
     repositioned: bool
 
     def encoded(self, record: PackedRecord, codec: Codec, where: str) -> PackedRecord:
-        """The record with coded rows, on the CPU. Raises `InvalidRequest` for heads that cannot be transformed
-        together."""
+        """The record with coded rows, on the CPU. Raises `InvalidRequest` for `heads=joint` of different tokens."""
         record = record.to("cpu")
         assert isinstance(record.keys, Tensor)
         assert isinstance(record.values, Tensor)
@@ -194,7 +192,6 @@ def _coded(record: PackedRecord) -> dict[Kind, CodedRows]:
 
 
 def _alike(record: Packed) -> bool:
-    """Whether all heads keep the same tokens."""
     if not record.uniform:
         return False
     positions = record.entry_positions.view(record.kv_heads, -1)

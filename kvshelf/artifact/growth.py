@@ -45,7 +45,7 @@ def placed(entries: Entries, first: int) -> Entries:
     """The entries of a document as those of one in which its first token stands at position `first`."""
     if not first:
         return entries
-    return entries_from([part.placed(lambda positions: positions + first) for part in parts_of(entries)])
+    return entries_from([part.placed(first) for part in parts_of(entries)])
 
 
 def followed(parent: Sequence[LayerRecord], appended: Sequence[LayerRecord]) -> list[LayerRecord]:
@@ -110,7 +110,6 @@ def plain_again(layer: LayerRecord, spans: Sequence[tuple[int, int]]) -> LayerRe
 
 
 def _parts(layer: LayerRecord) -> tuple[PackedRecord, ...]:
-    """The records of a layer that have entries."""
     entries = entries_of(layer)
     return () if entries is None else tuple(part for part in parts_of(entries) if part.entries)
 
@@ -132,8 +131,7 @@ def _cut(layer: LayerRecord, codec: Codec) -> tuple[tuple[PackedRecord, ...], Pa
 
 
 def _behind(residual: PackedRecord | None, new: LayerRecord) -> tuple[PackedRecord, ...]:
-    """The parent's residual and the new entries, as one record where that is possible: then as few groups as possible
-    are cut short."""
+    """The parent's residual and the new entries, if possible as one record, in which fewer groups are cut short."""
     parts = _parts(new)
     if residual is None:
         return parts

@@ -16,8 +16,7 @@ from kvshelf.kernels.quantize.rows import QuantizedRows, Rows
 
 
 def cut(entries: Entries, first: int, last: int) -> Entries:
-    """The KV heads `first` to `last - 1` of a layer, in memory of their own. Raises `StateConflict` for a layer that is
-    coded."""
+    """The KV heads `first` to `last - 1` of a layer, in their own memory. Raises `StateConflict` for coded layers."""
     return entries_from([_cut(part, first, last) for part in parts_of(entries)])
 
 

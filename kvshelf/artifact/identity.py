@@ -77,9 +77,8 @@ def _sorted(value: Any) -> Any:
 class ModelIdentity:
     """Everything in a model that the KV of a prefill and the text around the document depend on.
 
-    `weights`, `tokenizer` and `template` are hex digests; `rope` and `attention` are canonical JSON, so that people can
-    read a mismatch; `name` is for people and is never compared. `tokenizer` and `template` are "" where the engine has
-    none.
+    `weights`, `tokenizer` and `template` are hex digests, the latter two "" where the engine has none. `rope` and
+    `attention` are canonical JSON, so that people can read a mismatch. `name` is for people and is never compared.
     """
 
     name: str = field(compare=False)
@@ -125,9 +124,8 @@ class ModelIdentity:
 
 @dataclass(frozen=True)
 class LinkedIdentity(ModelIdentity):
-    """The identity of a model that also answers from caches of other weights, because the agreement of both was
-    measured. linked: the agreement with each model that made these caches, by its fingerprint. The model's own caches
-    do not depend on them."""
+    """The identity of a model that also answers from caches of other models, because the agreement was measured.
+    linked: the agreement by the other's fingerprint. The model's own caches do not depend on it."""
 
     linked: Mapping[str, float] = field(default_factory=dict, compare=False)
 
@@ -200,8 +198,7 @@ class Identity:
         object.__setattr__(self, "compression_ratio", float(self.compression_ratio))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types, for the blob header and the manifest. Without a date, variables, protected tokens or images
-        there are no such fields."""
+        """Plain JSON types, for the blob header and the manifest, without empty fields of `_OPTIONAL`."""
         values = asdict(self) | {
             "policy_params": dict(self.policy_params),
             "expected_questions": list(self.expected_questions),
@@ -234,8 +231,8 @@ class Identity:
 
     def behind(self, parent: Identity, codec: str, kept_tokens: int | None, token_ids: bytes) -> Identity:
         """This identity, of tokens as a document, for the same tokens appended to the cache `parent` under `codec`.
-        kept_tokens: of that cache; None: its entries compete with the tokens' for the budget. token_ids: int64,
-        little-endian."""
+        kept_tokens: of that cache; None: its entries and the new ones share a budget. token_ids: int64, little-endian.
+        """
         return replace(
             self,
             document=digest("kvshelf.appended", parent.document, token_ids),

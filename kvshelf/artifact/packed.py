@@ -123,7 +123,6 @@ class Packed:
 
     @property
     def row_lengths(self) -> list[int]:
-        """Rows of each head."""
         return self.lengths
 
     @property
@@ -143,7 +142,6 @@ class Packed:
 
     @property
     def quantized(self) -> bool:
-        """Whether keys or values are codes."""
         return isinstance(self.keys, QuantizedRows) or isinstance(self.values, QuantizedRows)
 
     @property
@@ -205,8 +203,7 @@ class Packed:
         return self.entries * torch.int32.itemsize + numbers * torch.float32.itemsize
 
     def heads(self) -> list[tuple[Tensor, Tensor]]:
-        """Keys `[kept_h, D]` and values `[kept_h, Dv]` of each KV head, as views. Raises `StateConflict` for a
-        quantized record."""
+        """Keys `[kept_h, D]` and values `[kept_h, Dv]` of each KV head, as views; `StateConflict` if quantized."""
         keys, values = self.rows
         if not isinstance(keys, Tensor) or not isinstance(values, Tensor):
             raise StateConflict("a quantized record has no views of its keys and values; use dense() or prefixes()")
@@ -270,13 +267,16 @@ class Packed:
         """The rows of the entries that `chosen` `[entries]` bool marks, which are at these places `[n]`."""
         return places
 
-    def placed(self, place: Callable[[Tensor], Tensor]) -> Self:
-        """The same entries in another document: `place` maps their positions to those there."""
-        return replace(self, entries_at=place(self.entry_positions))
+    def placed(self, first: int) -> Self:
+        """The same entries in a document whose first token stands at position `first`."""
+        return self._repositioned(lambda positions: positions + first)
 
     def at(self, places: Tensor) -> Self:
         """The same entries in a document in which token i stands at `places[i]`, `[N]`."""
-        return self.placed(lambda positions: places.to(positions.device)[positions.long()].to(positions.dtype))
+        return self._repositioned(lambda positions: places.to(positions.device)[positions.long()].to(positions.dtype))
+
+    def _repositioned(self, place: Callable[[Tensor], Tensor]) -> Self:
+        return replace(self, entries_at=place(self.entry_positions))
 
     def require_codec(self, codec: Codec) -> None:
         """Raise `InvalidRequest` for a codec that cannot encode this kind."""

@@ -56,8 +56,7 @@ class PlaneRows(ByteRows):
         return self.entries, self.num_channels
 
     def require_sound(self, where: str) -> None:
-        """Raise `BlobError` unless the array has the planes that its sizes promise, each of as many bytes as the rows
-        have numbers. Decodes nothing."""
+        """Raise `BlobError` unless the planes have the stated sizes and a byte for each number. Decodes nothing."""
         count, head = self.entries * self.num_channels, self.dtype.itemsize * _SIZE_BYTES
         if self.nbytes < head:
             raise malformed(where, "is too short for the sizes of its planes")

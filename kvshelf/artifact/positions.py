@@ -89,8 +89,7 @@ def decode(name: Encoding, data: memoryview, lengths: Sequence[int], num_tokens:
 
 
 def to_deltas(positions: Sequence[int]) -> bytes:
-    """One ascending list of positions, `delta` whatever the other encodings would take. Raises `InvalidRequest` for a
-    list out of order."""
+    """One ascending list of positions as `delta`. Raises `InvalidRequest` for a list out of order."""
     gaps = _gaps(np.asarray(positions, np.int64), [len(positions)])
     if gaps.size and gaps.min() < 0:
         raise InvalidRequest("the ends of sentences must ascend from 0; this cache's do not and it cannot be written")
@@ -118,16 +117,11 @@ def _bitmap_stride(num_tokens: int) -> int:
     return (num_tokens + 7) // 8
 
 
-def _starts(lengths: Sequence[int]) -> Ints:
-    """Index of the first entry of each head that has entries."""
-    ends = np.cumsum(np.asarray(lengths, np.int64))
-    return (ends - lengths)[np.asarray(lengths) > 0]
-
-
 def _gaps(positions: Ints, lengths: Sequence[int]) -> Ints:
     """The first position of each head, then the number of positions skipped between consecutive entries."""
     gaps = np.diff(positions, prepend=0) - 1
-    first = _starts(lengths)
+    counts = np.asarray(lengths, np.int64)
+    first = (np.cumsum(counts) - counts)[counts > 0]  # entries of the heads that have some
     gaps[first] = positions[first]
     return gaps
 

@@ -48,8 +48,7 @@ class Kept(Packed):
 
 @dataclass(frozen=True, eq=False)
 class Pruned(Packed):
-    """Some tokens whose keys have D' of the D channels, not the same in each head (ThinK, arXiv 2407.21018). A query is
-    read in these channels, too.
+    """Some tokens whose keys have D' of the D channels, which differ by head (ThinK, arXiv 2407.21018).
 
     keys: `[entries, D']`. channels: `[kv_heads, D']` int16, ascending. full_dim: D. Keys carry their rotation, which
     could not be applied to some of the channels. `views` and `dense` give them D channels, with zeros.
@@ -79,7 +78,6 @@ class Pruned(Packed):
         return [self._widened(head, rows) for head, rows in enumerate(keys)], values
 
     def prefixes(self, rotate: Rotate | None = None) -> tuple[Prefix, ...]:  # noqa: ARG002
-        """See `Packed.prefixes`."""
         return (PackedPrefix(*self.rows, tuple(self.lengths), self.channels.to(torch.int32)),)
 
     def require_codec(self, codec: Codec) -> None:
@@ -160,8 +158,7 @@ class Recent(Packed):
 
     @staticmethod
     def _ending_at(end: int, keys: Tensor, values: Tensor, window: int | None, chunk: int | None) -> Recent:
-        """From keys `[kv_heads, N, D]` and values of the last N tokens of a document of `end` tokens. N covers the
-        window or the chunk."""
+        """From keys `[kv_heads, N, D]` and values of the document's last N tokens, no fewer than are seen."""
         heads, tokens, _ = keys.shape
         kept = tokens_seen(end, window, chunk)
         fields: dict[str, Any] = {
@@ -178,8 +175,7 @@ class Recent(Packed):
 
 @dataclass(frozen=True, eq=False)
 class SlidingWindow(Recent):
-    """The last `window - 1` tokens of a layer whose queries see `window` tokens, themselves included; all of a shorter
-    document."""
+    """The last tokens of a layer whose queries see `window` tokens, themselves included: at most `window - 1`."""
 
     kind: ClassVar[str] = "window"
 
@@ -209,8 +205,7 @@ class Latents(Packed):
     """Some tokens of a layer with latent attention (MLA, arXiv 2405.04434, section 2.1), for all its heads together.
 
     keys: the latents `[entries, rank]`, of which the model makes the keys and values of each head by one product.
-    values: the part of a token's key that all heads share, rotated to the token's position, `[entries, rope]`. There is
-    one head.
+    values: the part of a token's key that all heads share, rotated to its position, `[entries, rope]`. One head.
 
     Nothing is expanded: queries are brought into the latent space instead (`Absorbed`), where a token has the key
     `[latent, rotated]` and the value `latent`.
@@ -253,8 +248,7 @@ class Merged(Packed):
     keys[slot_classes[i]]`, its value `values[slot_classes[i]]`. A token that is its own class has scale 1 and its own
     key. Tokens that were evicted have no slot: a slot with a zero key would still take part of the softmax.
 
-    With rope_mode "baked", slots need no rotation; with "pre", the keys carry none, and attention rotates each slot to
-    its own position.
+    With rope_mode "baked", slots need no rotation; with "pre", attention rotates each slot to its own position.
 
     slot_scales: `[slots]` fp32. slot_classes: `[slots]` int32, the class's index within its head. slot_positions:
     `[slots]` int32, ascending within a head. slot_offsets: head h owns slots `slot_offsets[h]` to
@@ -284,7 +278,6 @@ class Merged(Packed):
 
     @property
     def slot_lengths(self) -> list[int]:
-        """Slots of each head."""
         return [end - start for start, end in zip(self.slot_offsets, self.slot_offsets[1:], strict=False)]
 
     @property
@@ -360,8 +353,8 @@ class Merged(Packed):
     def tokens(self) -> tuple[Tensor, list[int]]:
         return self.slot_positions, self.slot_lengths
 
-    def placed(self, place: Callable[[Tensor], Tensor]) -> Merged:
-        return replace(super().placed(place), slot_positions=place(self.slot_positions))
+    def _repositioned(self, place: Callable[[Tensor], Tensor]) -> Merged:
+        return replace(super()._repositioned(place), slot_positions=place(self.slot_positions))
 
     def own_cut(self, first: int, last: int) -> dict[str, Any]:
         slots = slice(self.slot_offsets[first], self.slot_offsets[last])
@@ -418,8 +411,7 @@ class Residuals(Packed):
         )
 
     def prefixes(self, rotate: Rotate | None = None) -> tuple[Prefix, ...]:
-        """See `Packed.prefixes`. With a `maker`, keys and values are made when they are read, those of the whole layer
-        at once."""
+        """See `Packed.prefixes`. A `maker` makes the keys and values of the whole layer when they are read."""
         if self.maker is None:
             return super().prefixes(rotate)
         return (StreamedPrefix(tuple(self.lengths), _MadeWhenRead(self, self.maker)),)
@@ -485,7 +477,6 @@ class Parts:
 
     @property
     def entries(self) -> int:
-        """Stored entries over all heads and parts."""
         return sum(part.entries for part in self.parts)
 
     @cached_property
@@ -505,11 +496,9 @@ class Parts:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held in memory by all parts."""
         return sum(part.nbytes for part in self.parts)
 
     def dense(self) -> tuple[Tensor, Tensor, Tensor]:
-        """As `Packed.dense`, with the entries of all parts in ascending position."""
         order = [head.argsort() for head in self._together([part.positions for part in self.parts])]
         keys = self._together([part.plain_heads()[0] for part in self.parts])
         values = self._together([part.plain_heads()[1] for part in self.parts])
@@ -523,12 +512,10 @@ class Parts:
         return tuple(prefix for part in self.parts for prefix in part.prefixes(rotate))
 
     def to(self, device: torch.device | str) -> Parts:
-        """As `Packed.to`."""
         moved = tuple(part.to(device) for part in self.parts)
         return self if all(a is b for a, b in zip(moved, self.parts, strict=True)) else Parts(moved)
 
     def moved(self, move: Move) -> Parts:
-        """As `Packed.moved`."""
         return Parts(tuple(part.moved(move) for part in self.parts))
 
     @staticmethod
@@ -579,12 +566,10 @@ class States:
         return sum(state.tensor.nbytes for state in self.states)
 
     def to(self, device: torch.device | str) -> States:
-        """The same record on another device."""
         states = (state._replace(tensor=state.tensor.to(device)) for state in self.states)
         return States(tuple(states), None if self.beside is None else self.beside.to(device))
 
     def moved(self, move: Move) -> States:
-        """As `Packed.moved`."""
         states = (state._replace(tensor=move(state.tensor)) for state in self.states)
         return States(tuple(states), None if self.beside is None else self.beside.moved(move))
 
@@ -609,12 +594,10 @@ def entries_from(parts: Sequence[PackedRecord]) -> Entries:
 
 
 def is_latent(entries: Entries) -> bool:
-    """Whether a layer holds latents."""
     return parts_of(entries)[0].latent
 
 
 def states_of(record: LayerRecord) -> tuple[State, ...]:
-    """The states of a layer."""
     return record.states if isinstance(record, States) else ()
 
 

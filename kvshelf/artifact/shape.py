@@ -41,8 +41,7 @@ class StateShape(NamedTuple):
 class LayerShape(NamedTuple):
     """The keys `[kv_heads, N, key_dim]` and values `[kv_heads, N, value_dim]` of one layer; zeros and no dtype where it
     has none. window: how many tokens its queries see, themselves included. chunk: tokens of a chunk, where queries see
-    their own chunk alone. latent: whether it has latents in place of keys, and the rotated part of keys in place of
-    values."""
+    their own chunk alone. latent: whether latents replace keys, and the rotated part of keys values."""
 
     kv_heads: int = 0
     key_dim: int = 0
@@ -117,8 +116,7 @@ def _size(fields: dict[str, Any], name: str, *, most: int) -> int:
 
 
 def tokens_seen(num_tokens: int, window: int | None, chunk: int | None) -> int:
-    """How many of a document's last tokens the first token behind it sees: a window less itself, or the document's last
-    chunk if that is not finished."""
+    """How many of a document's tokens the first one behind it sees: a window less itself, or an unfinished chunk."""
     if chunk is not None:
         return num_tokens % chunk
     return num_tokens if window is None else min(num_tokens, window - 1)

@@ -46,8 +46,7 @@ STEP_PARTS: Final = 10_000
 _CAP: Final = 3.0
 """The largest ratio of two multipliers, which only version 1 has."""
 _LARGEST_WEIGHT: Final = 1000.0
-"""Ratio of the largest and the smallest factor of a weight. Beyond it, the 16 bits that it is stored in do not tell its
-inverse."""
+"""Ratio of the largest and the smallest factor of a weight. Beyond it, 16 bits are too few to invert the weight."""
 
 _TENSORS: Final = ("mean", "joint", "per_head", "weight", "joint_slope", "per_head_slope")
 HELD_BYTES: Final = 16 << 20
@@ -87,8 +86,7 @@ class RowTransform:
 
     def decoder_on(self, device: torch.device) -> RowTransform:
         """The transform for decoding on a device. It has the same `synthesis`, with the weight undone in its bases, so
-        that `analysis` is no longer its inverse. The device holds it from then on, unless it is large: then it is sent
-        each time."""
+        that `analysis` is no longer its inverse. A small one stays on the device; a large one is sent each time."""
         if device in self._elsewhere:
             return self._elsewhere[device]
         tensors: dict[str, Any] = {
@@ -191,8 +189,7 @@ class Transforms:
 def pack(
     weights: str, layers: Sequence[Mapping[Kind, RowTransform]], tables: Sequence[Any], origin: Mapping[str, str]
 ) -> bytes:
-    """The file of these transforms, of version 2 if they have weights, 3 if they have slopes, too. origin: how they
-    were made, for people."""
+    """The file of these transforms: version 2 with weights, 3 with slopes, too. origin: of the file, for people."""
     tensors: dict[str, Tensor] = {}
     weighted = all(transform.weight is not None for layer in layers for transform in layer.values())
     foretelling = weighted and all(layer["values"].joint_slope is not None for layer in layers)

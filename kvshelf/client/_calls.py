@@ -43,7 +43,9 @@ JointAnswers = list[api.JointAnswer]
 Levels = list[api.CacheObject]
 Level = float | Mapping[str, Any] | api.LevelOptions
 Parts = list[api.CacheObject]
-Split = bool | Mapping[str, Any] | api.SplitOptions
+No = Literal[False]
+SplitOptions = Literal[True] | Mapping[str, Any] | api.SplitOptions
+Split = No | SplitOptions
 Episodes = Mapping[str, Any] | api.EpisodeOptions
 
 
@@ -235,43 +237,31 @@ class ListFields(TypedDict, total=False):
 
 @overload
 def create_cache(
-    *,
-    levels: None = None,
-    split: Literal[False] = False,
-    respond_async: Literal[False] = False,
-    **fields: Unpack[CreateFields],
+    *, levels: None = None, split: No = False, respond_async: No = False, **fields: Unpack[CreateFields]
 ) -> HttpCall[api.CacheObject]: ...
 @overload
 def create_cache(
-    *,
-    levels: None = None,
-    split: Literal[True] | Mapping[str, Any] | api.SplitOptions,
-    respond_async: Literal[False] = False,
-    **fields: Unpack[CreateFields],
+    *, levels: None = None, split: SplitOptions, respond_async: No = False, **fields: Unpack[CreateFields]
 ) -> HttpCall[Parts]: ...
 @overload
 def create_cache(
     *,
     levels: None = None,
-    split: Literal[False] = False,
+    split: No = False,
     episodes: Episodes,
-    respond_async: Literal[False] = False,
+    respond_async: No = False,
     **fields: Unpack[CreateFields],
 ) -> HttpCall[Parts]: ...
 @overload
 def create_cache(
-    *,
-    levels: Sequence[Level],
-    min_quality: float,
-    respond_async: Literal[False] = False,
-    **fields: Unpack[KeptDocumentFields],
+    *, levels: Sequence[Level], min_quality: float, respond_async: No = False, **fields: Unpack[KeptDocumentFields]
 ) -> HttpCall[api.CacheObject]: ...
 @overload
 def create_cache(
     *,
     levels: Sequence[Level],
     min_quality: None = None,
-    respond_async: Literal[False] = False,
+    respond_async: No = False,
     **fields: Unpack[KeptDocumentFields],
 ) -> HttpCall[Levels]: ...
 @overload
@@ -367,8 +357,7 @@ def retrieve_cache(id: str) -> HttpCall[api.CacheObject]:
 
 
 def list_turns(id: str) -> HttpCall[list[api.StoredTurn]]:
-    """The caches that one grew from by appends and stored turns, the oldest first and itself last. Raises as
-    `retrieve`."""
+    """The caches that this one grew from by appends and stored turns, the oldest first. Raises as `retrieve`."""
     return HttpCall("GET", _cache_path(id) + "/turns", lambda response: parse_as(api.TurnList)(response).data)
 
 
@@ -414,8 +403,7 @@ def warm_caches(
 
 
 def delete_cache(id: str, cascade: bool = False) -> HttpCall[api.Deleted]:
-    """Delete one cache, with `cascade` also those that extend it. Raises `CacheNotFound`, and `CacheHasChildren` for a
-    cache that others extend."""
+    """Delete one cache, with `cascade` also those that extend it. Raises `CacheNotFound`, `CacheHasChildren`."""
     params = {"cascade": "true"} if cascade else {}
     return HttpCall("DELETE", _cache_path(id), parse_as(api.Deleted), params=params, repeatable=False)
 

@@ -269,8 +269,7 @@ class Client(_Group):
 
     `url` falls back to KVSHELF_URL, then to the local default port; `api_key` to KVSHELF_API_KEY. Calls that meet a
     busy or unreachable service are repeated (`retries`); creation is idempotent by content, so nothing is done twice.
-    Errors are those of `kvshelf.errors`: the ones the service raised, and `ConnectionFailed`. `transport` replaces the
-    network.
+    Errors are those of `kvshelf.errors`: the service's, and `ConnectionFailed`. `transport` replaces the network.
     """
 
     ready = _sent(_calls.readiness)

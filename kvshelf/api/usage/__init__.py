@@ -32,7 +32,6 @@ Day = Annotated[datetime.date, BeforeValidator(_day)]
 
 
 def today() -> datetime.date:
-    """The day of UTC."""
     return datetime.datetime.now(datetime.UTC).date()
 
 

@@ -87,23 +87,22 @@ def read_prices(path: Path | str) -> Prices:
 
 
 def grouped(rows: Iterable[UsageRow], groups: Sequence[str], prices: Prices | None = None) -> list[UsageRow]:
-    """Rows of single days, models and tenants, added up by `groups`, in order. prices: with what each costs, for which
-    every row must name its model."""
+    """Rows of single days, models and tenants, added up by `groups`, in order, with their costs if there are prices;
+    every row must then name its model."""
     sums: dict[tuple[tuple[bool, str], ...], UsageRow] = {}
     for row in rows:
         group = {name: getattr(row, name) for name in get_args(Group) if name in groups}
         key = tuple((value is not None, str(value)) for value in group.values())  # a label's value may be "None"
         total = sums.get(key, UsageRow())
-        cost = None if prices is None else (total.cost or MoneyCost()) + _cost(row, prices)
+        cost = None
+        if prices is not None:
+            saved = prices.saved(row.model, row.cache_read_tokens, row.saved_s)
+            worker = row.worker_s * prices.second(row.model)
+            cost = (total.cost or MoneyCost()) + MoneyCost(worker=worker, saved=saved)
         amounts = Metered.model_validate(dict(total)) + Metered.model_validate(dict(row))
         share = amounts.cache_read_tokens / max(1, amounts.cache_read_tokens + amounts.prefill_tokens)
         sums[key] = UsageRow.model_validate(dict(amounts) | group | {"cost": cost, "hit_share": round(share, 4)})
     return [sums[key] for key in sorted(sums)]
-
-
-def _cost(row: UsageRow, prices: Prices) -> MoneyCost:
-    saved = prices.saved(row.model, row.cache_read_tokens, row.saved_s)
-    return MoneyCost(worker=row.worker_s * prices.second(row.model), saved=saved)
 
 
 class Worth(NamedTuple):

@@ -8,8 +8,7 @@ from torch import Tensor
 
 
 class Body:
-    """All segments of a blob, one after the other. The memory must not change while a tensor views it, nor may the
-    tensors be written to."""
+    """All segments of a blob, one after the other. Neither the memory nor the tensors that view it may change."""
 
     def __init__(self, memory: memoryview) -> None:
         self.memory = memory

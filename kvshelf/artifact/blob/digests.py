@@ -1,5 +1,4 @@
-"""The digests of a segment: of its head, of all rows of runs, and of each run. docs/internals/format.md says what they
-cover.
+"""The digests of a segment: of its head, of all rows in runs, and of each run (docs/internals/format.md).
 
 A whole read checks the first two, so it hashes each byte once and in long pieces: a run consists of pieces of a few
 KiB, and hashing those takes twice as long. A partial read checks the head and the runs that it reads.
@@ -18,8 +17,7 @@ from kvshelf.artifact.blob.layer import DIGEST_BYTES, Layer, Span
 from kvshelf.errors import BlobError
 
 _GATHERED: Final = 32 << 10
-"""Bytes. BLAKE3 hashes 16 blocks of 1 KiB at once; given 8 KiB at a time it takes twice as long. So smaller pieces are
-copied together first."""
+"""Bytes. BLAKE3 hashes 16 blocks of 1 KiB at once, and 8 KiB in twice the time: small pieces are copied together."""
 
 
 def digests_of(layer: Layer, buffers: Sequence[memoryview]) -> tuple[bytes, bytes]:

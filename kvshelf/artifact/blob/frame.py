@@ -85,8 +85,7 @@ def open_frame(head: Buffer, trailer: Buffer, size: int) -> BlobSummary:
 
 
 def _damaged(packed_header: bytes, body: int, size: int) -> BlobError:
-    """Why the root digest differs. A readable header tells a cut or extended blob from a changed one. body: its first
-    byte."""
+    """Why the root digest differs. A readable header tells a cut or extended blob from a changed one."""
     try:
         _require_size(body + parse_header(packed_header).body_bytes + TRAILER.size, size)
     except BlobError as error:

@@ -141,8 +141,7 @@ class Header(Strict):
     """The whole header. codec: the canonical text of the cache's codec. sentence_ends: the positions of
     `CompressedCache.sentence_ends` in the encoding `delta`. summary: as of a `CompressedCache`.
 
-    Reading stops at the first layer and the first record at fault: a list of all errors would take hundreds of times
-    the header's bytes.
+    Reading stops at the first fault: a list of all errors would take hundreds of times the header's bytes.
     """
 
     identity: IdentityHeader
@@ -267,8 +266,7 @@ def _unique(pairs: list[tuple[str | bytes, Any]]) -> dict[str | bytes, Any]:
 def _refuse_foreign(value: Any) -> None:
     """Refuse values that msgpack can express and a header cannot, and nesting that no header needs.
 
-    Walks level by level, because hostile nesting would exhaust the stack of a recursive walk. Stops at the first fault:
-    the models would list every fault, in hundreds of times the header's bytes.
+    Walks level by level, because hostile nesting would exhaust the stack of a recursive walk.
     """
     level = [value]
     for _ in range(_MAX_DEPTH):

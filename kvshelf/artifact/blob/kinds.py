@@ -38,8 +38,6 @@ _CHANNEL_BYTES: Final = 2
 
 
 class KeptHeader(RecordHeader):
-    """One `Kept` record."""
-
     in_runs: ClassVar[bool] = True
 
     kind: Literal["kept"]
@@ -171,8 +169,6 @@ class RecentHeader(RecordHeader):
 
 
 class WindowHeader(RecentHeader):
-    """One `Window` record."""
-
     kind: Literal["window"]
     window: Size
 
@@ -182,8 +178,6 @@ class WindowHeader(RecentHeader):
 
 
 class ChunkHeader(RecentHeader):
-    """One `Chunk` record."""
-
     kind: Literal["chunk"]
     chunk: Size
 
@@ -193,8 +187,6 @@ class ChunkHeader(RecentHeader):
 
 
 class LatentsHeader(RecordHeader):
-    """One `Latents` record."""
-
     in_runs: ClassVar[bool] = True
     latent: ClassVar[bool] = True
     transformable: ClassVar[bool] = False
@@ -275,11 +267,7 @@ class MergedHeader(RecordHeader):
 
     def own_sizes(self) -> dict[str, int | None]:
         slots = sum(self.slot_lengths)
-        return {
-            "slot_positions": None,
-            "slot_classes": slots * _class_bytes(self.lengths),
-            "slot_scales": slots * 4,
-        }
+        return {"slot_positions": None, "slot_classes": slots * _class_bytes(self.lengths), "slot_scales": slots * 4}
 
     def check(self, where: str, dims: Dims, num_tokens: int) -> None:
         super().check(where, dims, num_tokens)

@@ -10,16 +10,7 @@ from typing import Annotated, Final, NamedTuple
 from pydantic import FailFast, Field
 
 from kvshelf.artifact.blob.kinds import AnyHeader
-from kvshelf.artifact.blob.record import (
-    Count,
-    Dims,
-    DtypeName,
-    RecordHeader,
-    RowArray,
-    Size,
-    Strict,
-    inconsistent,
-)
+from kvshelf.artifact.blob.record import Count, Dims, DtypeName, RecordHeader, RowArray, Size, Strict, inconsistent
 from kvshelf.artifact.codecs import BITS
 from kvshelf.artifact.shape import ITEM_BYTES, LayerShape, StateRole, StateShape
 from kvshelf.errors import BlobError
@@ -147,7 +138,6 @@ class Layer(Strict):
 
     @property
     def num_runs(self) -> int:
-        """Runs of all records."""
         return sum(record.run_count for record in self.records)
 
     @property

@@ -142,7 +142,6 @@ class RecordHeader(Strict):
 
     @property
     def row_lengths(self) -> list[int]:
-        """Rows of each head."""
         return self.lengths
 
     @property
@@ -152,7 +151,6 @@ class RecordHeader(Strict):
 
     @property
     def run_rows(self) -> int:
-        """Rows of each head in a run."""
         return RUN_ROWS
 
     @property
@@ -164,7 +162,6 @@ class RecordHeader(Strict):
         return runs if runs > 1 else 0
 
     def key_dim(self, dims: Dims) -> int:
-        """Channels of its keys."""
         return dims.key_dim
 
     def precisions(self, codec: Codec) -> Collection[tuple[Precision, int]]:
@@ -190,11 +187,8 @@ class RecordHeader(Strict):
         return arrays
 
     def array_sizes(self, dims: Dims) -> dict[str, int | None]:
-        """Bytes that each array must have, in segment order; None where it depends on the data: positions and coded
-        rows.
-
-        Python's integers are unbounded: no product of dimensions overflows.
-        """
+        """Bytes that each array must have, in segment order; None for positions and coded rows, where it depends on the
+        data. Python's integers are unbounded: no product of dimensions overflows."""
         sizes: dict[str, int | None] = {array.name: array.total(self.row_lengths) for array in self.row_arrays(dims)}
         if self.codec in CODED:
             sizes |= dict.fromkeys(f"{name}_coded" for name in self.row_names)

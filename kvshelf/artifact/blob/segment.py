@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvshelf.artifact import records
 from kvshelf.artifact.blob.body import Body
 from kvshelf.artifact.blob.header import Header
 from kvshelf.artifact.blob.kinds import KINDS
@@ -26,18 +27,6 @@ from kvshelf.artifact.encoding import AXES
 from kvshelf.artifact.packed import Stored, offsets_of
 from kvshelf.artifact.planes import PlaneRows
 from kvshelf.artifact.positions import Encoding, decode, encode
-from kvshelf.artifact.records import (
-    RECORDS,
-    Entries,
-    LayerRecord,
-    PackedRecord,
-    State,
-    States,
-    entries_from,
-    entries_of,
-    parts_of,
-    states_of,
-)
 from kvshelf.errors import BlobError, InvalidRequest
 from kvshelf.kernels.groups import scales_shape
 from kvshelf.kernels.quantize.rows import HeadRows, QuantizedRows
@@ -58,14 +47,14 @@ class Written:
     arrays: list[memoryview]
 
 
-def write_layer(record: LayerRecord, num_tokens: int) -> Written:
+def write_layer(record: records.LayerRecord, num_tokens: int) -> Written:
     """Raises `InvalidRequest` for a record that the format cannot hold."""
-    entries, states = entries_of(record), states_of(record)
+    entries, states = records.entries_of(record), records.states_of(record)
     state_headers = [_state_header(state) for state in states]
     state_arrays = [_raw(state.tensor) for state in states]
     if entries is None:
         return Written(NO_DIMS, [], state_headers, state_arrays)
-    parts = parts_of(entries)
+    parts = records.parts_of(entries)
     dims = Dims(_dtype_name(parts), entries.key_dim, entries.value_dim)
     written = [_write_record(part, _Target(num_tokens)) for part in parts]
     try:
@@ -77,20 +66,20 @@ def write_layer(record: LayerRecord, num_tokens: int) -> Written:
     return Written(dims, [header for header, _ in written], state_headers, arrays + state_arrays)
 
 
-def read_layer(index: int, header: Header, body: Body) -> LayerRecord:
+def read_layer(index: int, header: Header, body: Body) -> records.LayerRecord:
     """Read a layer whose segment `check_segment` has accepted. Its tensors are views of the body.
 
     Raises `BlobError` for what no digest can reveal: bytes that `write_layer` does not write.
     """
     record = view_layer(index, header, body)
-    entries = entries_of(record)
+    entries = records.entries_of(record)
     if entries is not None:
-        parts = zip(parts_of(entries), header.layers[index].runs, strict=True)
+        parts = zip(records.parts_of(entries), header.layers[index].runs, strict=True)
         _require_rows(f"layer {index}", [part for part, runs in parts if runs])
     return record
 
 
-def view_layer(index: int, header: Header, body: Body) -> LayerRecord:
+def view_layer(index: int, header: Header, body: Body) -> records.LayerRecord:
     """As `read_layer`, before the rows have been read: `require_runs_sound` checks those of runs once they are there.
     Rows of records without runs are checked here."""
     layer = header.layers[index]
@@ -99,7 +88,7 @@ def view_layer(index: int, header: Header, body: Body) -> LayerRecord:
         for record, spans in zip(layer.records, layer.arrays, strict=True)
     )
     states = tuple(
-        State(
+        records.State(
             state.role,
             state.number,
             body.tensor(layer.offset + span.offset, DTYPES[state.dtype], math.prod(state.dims)).view(state.dims),
@@ -107,14 +96,14 @@ def view_layer(index: int, header: Header, body: Body) -> LayerRecord:
         for state, span in zip(layer.states, layer.state_spans, strict=True)
     )
     if not parts:
-        return States(states)
-    entries = entries_from(parts)
+        return records.States(states)
+    entries = records.entries_from(parts)
     _require_sound(f"layer {index}", entries, header.num_tokens)
     _require_rows(f"layer {index}", [part for part, runs in zip(parts, layer.runs, strict=True) if not runs])
-    return States(states, entries) if states else entries
+    return records.States(states, entries) if states else entries
 
 
-def require_runs_sound(where: str, part: PackedRecord, run_rows: int, runs: Sequence[int]) -> None:
+def require_runs_sound(where: str, part: records.PackedRecord, run_rows: int, runs: Sequence[int]) -> None:
     """Raise `BlobError` for what `read_layer` refuses in the rows of some runs. run_rows: rows of each head in a run.
     runs: numbers of runs, counted from 0 in this record."""
     if not runs:
@@ -141,7 +130,7 @@ def _last_bytes(rows: QuantizedRows, run_rows: int, runs: Sequence[int]) -> Head
     )
 
 
-def _dtype_name(parts: tuple[PackedRecord, ...]) -> DtypeName:
+def _dtype_name(parts: tuple[records.PackedRecord, ...]) -> DtypeName:
     for part in parts:
         if part.keys.dtype not in _DTYPE_NAMES or part.values.dtype != part.keys.dtype:
             raise InvalidRequest(
@@ -151,14 +140,14 @@ def _dtype_name(parts: tuple[PackedRecord, ...]) -> DtypeName:
     return _DTYPE_NAMES[parts[0].dtype]
 
 
-def _state_header(state: State) -> StateHeader:
+def _state_header(state: records.State) -> StateHeader:
     if state.tensor.dtype not in _DTYPE_NAMES:
         raise InvalidRequest(f"a state is {state.tensor.dtype}; a blob holds {', '.join(DTYPES)}")
     dims = list(state.tensor.shape)
     return StateHeader(role=state.role, number=state.number, dtype=_DTYPE_NAMES[state.tensor.dtype], dims=dims)
 
 
-def _write_record(record: PackedRecord, target: _Target) -> tuple[RecordHeader, Arrays]:
+def _write_record(record: records.PackedRecord, target: _Target) -> tuple[RecordHeader, Arrays]:
     codec, group = _precision(record)
     arrays: Arrays = {}
     for name in record.row_names:
@@ -181,7 +170,7 @@ def _write_record(record: PackedRecord, target: _Target) -> tuple[RecordHeader, 
     return KINDS[record.kind](**fields, sizes=[len(data) for data in arrays.values()]), arrays
 
 
-def _precision(record: PackedRecord) -> tuple[Precision, int]:
+def _precision(record: records.PackedRecord) -> tuple[Precision, int]:
     """Codec and group of a record, which its keys and values must share."""
     rows = {name: getattr(record, name) for name in record.row_names}
     for kind, name in _PLAIN_OR_CODED.items():
@@ -234,26 +223,23 @@ class _Reader:
     body: Body
     num_tokens: int
 
-    def record(self) -> PackedRecord:
+    def record(self) -> records.PackedRecord:
         header = self.header
         channels = {"keys": header.key_dim(self.dims), "values": self.dims.value_dim}
         rows: dict[str, Any] = {name: self._rows(name, channels[name]) for name in header.row_names}
         none = torch.empty(sum(header.row_lengths), 0, dtype=DTYPES[self.dims.dtype])
-        return RECORDS[header.kind](
+        columns: dict[str, Tensor] = {}
+        if names := header.columns:
+            numbers = self.tensor("columns", "float32", len(names), sum(header.column_lengths))
+            columns = dict(zip(names, numbers, strict=True))
+        return records.RECORDS[header.kind](
             **{"values": none} | rows,
             entries_at=self.positions("positions", header.position_encoding, header.lengths),
             offsets=offsets_of(header.lengths),
             rope_mode=header.rope_mode,
-            columns=self._columns(),
+            columns=columns,
             **header.read(self),
         )
-
-    def _columns(self) -> dict[str, Tensor]:
-        names = self.header.columns
-        if not names:
-            return {}
-        rows = self.tensor("columns", "float32", len(names), sum(self.header.column_lengths))
-        return dict(zip(names, rows, strict=True))
 
     @property
     def dims(self) -> Dims:
@@ -299,9 +285,9 @@ class _Reader:
         return self.layer.offset + self.spans[name].offset
 
 
-def _require_sound(where: str, record: Entries, num_tokens: int) -> None:
+def _require_sound(where: str, record: records.Entries, num_tokens: int) -> None:
     """Refuse records that attention would misread, as their kind requires, and a token that two records have."""
-    parts = parts_of(record)
+    parts = records.parts_of(record)
     for part in parts:
         KINDS[part.kind].require_sound(where, part, num_tokens)
         if not all(bool(numbers.isfinite().all()) for numbers in part.columns.values()):
@@ -312,7 +298,7 @@ def _require_sound(where: str, record: Entries, num_tokens: int) -> None:
             _require_disjoint(where, [_by_head(*part.tokens) for part in parts])
 
 
-def _require_rows(where: str, parts: Sequence[PackedRecord]) -> None:
+def _require_rows(where: str, parts: Sequence[records.PackedRecord]) -> None:
     for part in parts:
         for rows in (part.keys, part.values):
             if isinstance(rows, QuantizedRows):

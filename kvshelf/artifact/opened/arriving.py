@@ -94,15 +94,13 @@ class ArrivingCache(OpenedCache):
     """Called with the cache once `read` has handed out its last layer, on the same thread. It must not raise."""
 
     elsewhere: Callable[[], ArrivingCache] | None = None
-    """Opens another copy of the same cache. Called when reading this one fails; the layers then raise that copy's
-    errors."""
+    """Opens another copy of the cache, when reading this one fails; the layers then raise that copy's errors."""
 
     def __init__(
         self, summary: BlobSummary, body: RawIOBase | memoryview, guard: Guard, *, read_ahead: bool = True
     ) -> None:
         """body: a file at the first byte of the body, which is read once, in order, and closed; or the body in memory,
-        which must not change, because layers become views of it. read_ahead: whether a second thread may read ahead,
-        see `Blobs.read_ahead`."""
+        which must not change, because layers become views of it. read_ahead: as `Blobs.read_ahead`."""
         super().__init__(summary)
         self._body = None if isinstance(body, memoryview) else body
         self._memory = body if isinstance(body, memoryview) else None

@@ -44,8 +44,8 @@ class PartialCache(OpenedCache):
     """Opens another copy of the same cache, once this one fails."""
 
     def __init__(self, summary: BlobSummary, source: RangedFile | memoryview, guard: Guard) -> None:
-        """source: the blob as a file, which is closed in the end; or its body in memory, which must not change, because
-        records become views of it."""
+        """source: the blob as a file, which `close` closes; or its body in memory, which records view: it must not
+        change."""
         super().__init__(summary)
         self._file = None if isinstance(source, memoryview) else source
         self._guard = guard
@@ -78,8 +78,7 @@ class PartialCache(OpenedCache):
         return all(count == layer.num_runs for count, layer in zip(fetched, self._header.layers, strict=True))
 
     def close(self) -> None:
-        """Close the file, once no thread reads it. May be called more than once; later reads raise
-        `StoreUnavailable`."""
+        """Close the file, once no thread reads it; later reads raise `StoreUnavailable`. May be called twice."""
         with self._turn:
             self._closed = True
             if self._file is not None:
@@ -132,8 +131,8 @@ class PartialLayer:
     rows in runs that were not fetched are zeros, on pages that take no memory.
 
     runs: for each record of the layer (each of `Parts`) the numbers of its runs within the layer. Row i of every head
-    of record p is in run `runs[p][i // run_rows[p]]`. A record that is here as a whole has none. fetched: the numbers
-    of the runs that are here.
+    of record p is in run `runs[p][i // run_rows[p]]`. A record that is here as a whole has none. fetched: the runs that
+    are here.
     """
 
     def __init__(self, cache: PartialCache, index: int) -> None:
@@ -156,8 +155,7 @@ class PartialLayer:
     def fetch(self, runs: Iterable[int]) -> None:
         """Read and verify these runs, as far as they are not here. Several are read together, so ask for all at once.
 
-        Raises `InvalidRequest` for a number that no run has, and as `PartialCache.layer` does; then none of the missing
-        ones is here.
+        Raises `InvalidRequest` for a number that no run has, and as `PartialCache.layer`; then none is added.
         """
         missing = set(runs) - self.fetched
         if missing and not 0 <= min(missing) <= max(missing) < self.num_runs:
