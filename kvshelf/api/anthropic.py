@@ -133,7 +133,7 @@ class CountTokensRequest(strict.RequestBody):
         fields |= {} if self.thinking is None else self.thinking.query_fields
         turns = self._question_turns
         if not self.tools:
-            return Asking(messages=[strict.Message.model_validate(turn.said) for turn in turns], **fields)
+            return Asking(messages=[strict.Message.model_validate(turn.template_fields) for turn in turns], **fields)
         parallel = self.tool_choice is None or not self.tool_choice.disable_parallel_tool_use
         return ToolAsking(
             messages=turns, tools=self._tools, tool_choice=self._tool_choice, parallel_tool_calls=parallel, **fields

@@ -46,7 +46,7 @@ class ByteCounts(strict.ResponseBody):
         """The part of `full_16bit` that `stored` is; 0 where nothing is stored."""
         return self.stored / self.full_16bit if self.full_16bit else 0.0
 
-    def told(self, show: Callable[[int], str]) -> str:
+    def describe(self, show: Callable[[int], str]) -> str:
         """For people, with sizes as `show` writes them: `full` too where the model computes in wider numbers."""
         wider = f"; {show(self.full)} in the model's dtype" if self.full > self.full_16bit else ""
         return f"{show(self.stored)}, {self.share:.1%} of {show(self.full_16bit)} uncompressed in 16 bits{wider}"
@@ -90,7 +90,7 @@ class Quality(strict.ResponseBody):
     version: int
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """The agreement with its interval, for people; with the number of cues where there is no interval."""
         if self.agreement is None:
             return f"none: {self.reason}"
@@ -185,7 +185,7 @@ class CacheObject(strict.ResponseBody):
     existing: bool = False
 
     @property
-    def entries_told(self) -> str:
+    def entries_description(self) -> str:
         """The share of the entries that it keeps, and in which form, for people: beside sizes, because half the entries
         in float32 take as many bytes as all of them in 16 bits."""
         form = self.dtype if self.codec == "none" else self.codec

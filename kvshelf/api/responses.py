@@ -343,7 +343,7 @@ class ResponsesRequest(OpenAIRequest):
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
         }
         if not self.tools:
-            messages = [strict.Message.model_validate(turn.said) for turn in turns]
+            messages = [strict.Message.model_validate(turn.template_fields) for turn in turns]
             return self._asking(messages, self.max_output_tokens, **fields)
         tools = [tool.wrapped() for tool in self.tools]
         fields |= {"tools": tools, "tool_choice": self._wrapped_choice}

@@ -46,7 +46,7 @@ class ToolCall(RequestBody):
     function: CalledFunction
 
     @property
-    def said(self) -> dict[str, Any]:
+    def template_fields(self) -> dict[str, Any]:
         """As a chat template reads it: the arguments are an object."""
         function = {"name": self.function.name, "arguments": json.loads(self.function.arguments)}
         return {"id": self.id, "type": self.type, "function": function}
@@ -79,10 +79,10 @@ class ToolTurn(RequestBody):
     tool_call_id: str | None = None
 
     @property
-    def said(self) -> dict[str, Any]:
+    def template_fields(self) -> dict[str, Any]:
         """As a chat template reads it: without empty fields, and the arguments of calls as objects."""
         optional = {
-            "tool_calls": [call.said for call in self.tool_calls],
+            "tool_calls": [call.template_fields for call in self.tool_calls],
             "reasoning_content": self.reasoning_content,
             "tool_call_id": self.tool_call_id,
         }

@@ -94,8 +94,8 @@ class ModelIdentity:
         return digest("kvshelf.model", *(getattr(self, f.name) for f in fields(self) if f.compare))
 
     @property
-    def own(self) -> ModelIdentity:
-        """That of the model alone, without links."""
+    def unlinked(self) -> ModelIdentity:
+        """The identity of the model alone, without links."""
         return self
 
     def links(self, made_under: ModelIdentity) -> bool:  # noqa: ARG002
@@ -130,8 +130,8 @@ class LinkedIdentity(ModelIdentity):
     linked: Mapping[str, float] = field(default_factory=dict, compare=False)
 
     @property
-    def own(self) -> ModelIdentity:
-        return ModelIdentity(**{one.name: getattr(self, one.name) for one in fields(ModelIdentity)})
+    def unlinked(self) -> ModelIdentity:
+        return ModelIdentity(**{field.name: getattr(self, field.name) for field in fields(ModelIdentity)})
 
     def links(self, made_under: ModelIdentity) -> bool:
         return made_under.fingerprint() in self.linked.keys() - {self.fingerprint()}

@@ -432,7 +432,7 @@ class Residuals(Packed):
     def require_codec(self, codec: Codec) -> None:
         codec.require_residuals()
 
-    def made(self, keys: Tensor, values: Tensor) -> Kept:
+    def with_rows(self, keys: Tensor, values: Tensor) -> Kept:
         """The entries with the keys `[kv_heads, tokens, D]` and values `[kv_heads, tokens, Dv]` that the model made."""
         packed = {field.name: getattr(self, field.name) for field in fields(Packed)}
         return Kept(**packed | {"keys": keys.flatten(0, 1), "values": values.flatten(0, 1)})

@@ -88,12 +88,11 @@ class Shape(NamedTuple):
                     raise _refusal(f"in layer {index} the {name} {value}", right)
 
 
-def made_by(made: ModelIdentity, own: ModelIdentity, layers: Sequence[LayerShape]) -> Sequence[LayerShape]:
-    """The layers of caches that a model made, where another, whose own are `layers`, reads them: a linked one's dtype
-    may differ."""
-    if made.fingerprint() == own.fingerprint():
+def layers_made_by(maker: ModelIdentity, reader: ModelIdentity, layers: Sequence[LayerShape]) -> Sequence[LayerShape]:
+    """The layers of a maker's caches. layers: of the reader's own; the dtype of a linked maker may differ."""
+    if maker.fingerprint() == reader.fingerprint():
         return layers
-    return [layer._replace(dtype=layer.dtype and made.dtype) for layer in layers]
+    return [layer._replace(dtype=layer.dtype and maker.dtype) for layer in layers]
 
 
 def _refusal(value: str, expected: object) -> BlobError:

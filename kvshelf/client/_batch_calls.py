@@ -13,7 +13,7 @@ from kvshelf.api import batches
 from kvshelf.client import _calls
 from kvshelf.client._exchange import HttpCall, parse_as
 from kvshelf.errors import InvalidRequest
-from kvshelf.names import told
+from kvshelf.names import as_text
 
 FileInput = str | os.PathLike[str] | bytes | BinaryIO | tuple[str, bytes | BinaryIO]
 """A path, or the content itself, with or without a name."""
@@ -161,12 +161,12 @@ def _open(file: FileInput) -> tuple[str, BinaryIO]:
     if isinstance(file, bytes):
         return "input.jsonl", io.BytesIO(file)
     if not isinstance(file, str | os.PathLike):
-        return told(Path(str(getattr(file, "name", "input.jsonl"))).name), file
+        return as_text(Path(str(getattr(file, "name", "input.jsonl"))).name), file
     path = Path(file)
     try:
-        return told(path.name), path.open("rb")
+        return as_text(path.name), path.open("rb")
     except OSError as error:
-        raise InvalidRequest(f"cannot read {told(path)}: {error.strerror}", param="file") from error
+        raise InvalidRequest(f"cannot read {as_text(path)}: {error.strerror}", param="file") from error
 
 
 def _do(id: str, verb: str, *, repeatable: bool = True) -> HttpCall[batches.BatchObject]:

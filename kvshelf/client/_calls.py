@@ -26,7 +26,7 @@ from kvshelf.api.strict import RequestBody, parse_request, refusal
 from kvshelf.api.usage import UsageQuery, UsageReport
 from kvshelf.client._exchange import HttpCall, parse_as
 from kvshelf.errors import InvalidRequest
-from kvshelf.names import told
+from kvshelf.names import as_text
 
 MEDIA_TYPES = {".pdf": "application/pdf", ".html": "text/html", ".htm": "text/html", ".xhtml": "application/xhtml+xml"}
 """By the end of a file's name. Not guessed from the system's list of media types, in which .ts is a film."""
@@ -697,7 +697,7 @@ def _document(model: type[RequestBody], fields: Mapping[str, Any]) -> dict[str, 
     form = {key: value if isinstance(value, str) else json.dumps(value) for key, value in values.items()}
     del form["document"]
     return {
-        "files": {"file": (told(path.name), data, MEDIA_TYPES.get(path.suffix.lower(), "text/plain"))},
+        "files": {"file": (as_text(path.name), data, MEDIA_TYPES.get(path.suffix.lower(), "text/plain"))},
         "data": form,
     }
 
@@ -711,11 +711,11 @@ def _text(path: Path) -> str:
     try:
         return _read(path).decode()
     except UnicodeDecodeError as error:
-        raise InvalidRequest(f"{told(path)}: byte {error.start} is not valid UTF-8", param="file") from error
+        raise InvalidRequest(f"{as_text(path)}: byte {error.start} is not valid UTF-8", param="file") from error
 
 
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise InvalidRequest(f"cannot read {told(path)}: {error.strerror}", param="file") from error
+        raise InvalidRequest(f"cannot read {as_text(path)}: {error.strerror}", param="file") from error

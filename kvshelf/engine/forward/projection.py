@@ -169,7 +169,7 @@ class LayerProjection:
             self._made(record, 1)  # which tells what is wrong, and is not kept
             return replace(record, maker=partial(self.projection.made, self.index))
         keys, values = self._made(record, record.lengths[0])
-        return replace(record.made(keys, values), entries_at=record.entry_positions.to(keys.device))
+        return replace(record.with_rows(keys, values), entries_at=record.entry_positions.to(keys.device))
 
     def _made(self, record: Residuals, tokens: int) -> tuple[Tensor, Tensor]:
         """Of the first tokens."""
