@@ -1,8 +1,4 @@
-"""Every error that kvshelf raises, with its HTTP status and its code on the wire.
-
-A message says what was wrong, with which value, and what to do. This module imports nothing from kvshelf, so every
-package may import it. The client raises the same classes as the service.
-"""
+"""Every error that service and client raise, with its HTTP status and its code on the wire."""
 
 from __future__ import annotations
 
@@ -28,8 +24,7 @@ def as_share(value: Any) -> str:
 class KvshelfError(Exception):
     """Base of all kvshelf errors. The message is written for the person who made the call.
 
-    `param` names the wrong field, if there is one. `details` holds machine-readable facts (JSON types only), such as
-    both fingerprints of a `model_mismatch`.
+    `param` names the wrong field, if there is one. `details` are facts for programs, of JSON types.
     """
 
     code: ClassVar[str] = "internal"

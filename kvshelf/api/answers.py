@@ -69,8 +69,7 @@ class Served:
     `ArrivingCache.place` of the slowest cache. phases: load, queue, prefill (up to the first token), decode. The later
     ones may begin before the last layer is loaded. memory: `Residents.take_counts` since the replica's last answer;
     guarded: the comparisons of its guard since then. suffix_bytes: as of a `Ticket`. stored_cache_id, not_stored: of a
-    question with `store`. remade: caches that were made again for the question. linked: the link to the maker of the
-    cache, if another model answered.
+    question with `store`. remade: caches that were made again for it. linked: to the maker, if another model answered.
     """
 
     id: str = ""
@@ -125,8 +124,7 @@ class Answer:
 
     @property
     def exact(self) -> Literal[False] | None:
-        """False if several documents were read together. None of them saw the others, so the answer is not that of all
-        as one text. None for one document."""
+        """False if several documents were read: they did not see each other, so it is no answer of all as one text."""
         return False if len(self.served.read_ids or [share for share in self.sources if share]) > 1 else None
 
     def also(self, **served: Any) -> Self:

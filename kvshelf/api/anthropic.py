@@ -1,9 +1,4 @@
-"""The types of POST /v1/messages and its count_tokens: Anthropic's requests and responses, plus `cache_id`, the stored
-cache to ask, and `cache`, how the cache that `cache_control` asks for is compressed.
-
-The service accepts Anthropic's fields that it does not support only with a value that changes nothing, and refuses any
-other. `temperature` is 0 by default, as in a query.
-"""
+"""The types of POST /v1/messages and its count_tokens: Anthropic's, plus `cache_id` and `cache` of kvshelf."""
 
 from __future__ import annotations
 
@@ -322,8 +317,7 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class MessageObject(strict.ResponseBody):
-    """Anthropic's message, plus `cache_id`, the cache that was asked, and `stored_cache_id` or `not_stored` where the
-    turn was to be kept, as of an `AnswerObject`."""
+    """Anthropic's message, plus `cache_id` of the question, and `stored_cache_id` or `not_stored` of a turn to keep."""
 
     id: str
     type: Literal["message"] = "message"

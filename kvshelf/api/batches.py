@@ -1,8 +1,4 @@
-"""The types of files and batches, in OpenAI's shapes and with its names, so that its clients work.
-
-Times are whole Unix seconds, as in OpenAI's API. Additions of kvshelf: `paused`, `reused` rows, `progress`, and the
-batch fields that say how to compress its rows.
-"""
+"""The types of files and batches, in OpenAI's shapes with fields of kvshelf added; times are whole Unix seconds."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class Quality(strict.ResponseBody):
     version: int
 
     @property
-    def description(self) -> str:
+    def text(self) -> str:
         """The agreement with its interval, for people; with the number of cues where there is no interval."""
         if self.agreement is None:
             return f"none: {self.reason}"
@@ -120,8 +120,7 @@ class Tried(strict.ResponseBody):
 
 
 class Recoded(strict.ResponseBody):
-    """A cache that a ladder has coded smaller. `codec`: of its creation and its id. `at`: Unix seconds of the last
-    coding."""
+    """A cache that a ladder has coded smaller. `codec`: of its creation and id. `at`: Unix seconds of the coding."""
 
     codec: str
     at: float
@@ -140,8 +139,7 @@ class CacheObject(strict.ResponseBody):
     """One stored cache. `existing` is true in the answer to a POST that found the cache on the shelf.
 
     `quality` is its closeness to the full cache, null if not measured. If the cache was chosen among several
-    combinations of policy, ratio and codec, `tried` lists all of them with their results, and `certificate` names the
-    one by which it was chosen.
+    combinations of policy, ratio and codec, `tried` lists their results; `certificate` is what chose it.
     """
 
     id: str
@@ -185,7 +183,7 @@ class CacheObject(strict.ResponseBody):
     existing: bool = False
 
     @property
-    def entries_description(self) -> str:
+    def entries_text(self) -> str:
         """The share of the entries that it keeps, and in which form, for people: beside sizes, because half the entries
         in float32 take as many bytes as all of them in 16 bits."""
         form = self.dtype if self.codec == "none" else self.codec
@@ -201,8 +199,7 @@ class SaidMessage(strict.ResponseBody):
 
 class StoredTurn(strict.ResponseBody):
     """One cache of a conversation or a document that grew: what was appended to its parent, `tokens` of `total_tokens`.
-    `messages`: of a turn that a query stored; null where their text is not kept. `children`: the newest caches that
-    were appended to it, at most 20."""
+    `messages`: of a turn that a query stored; null where their text is not kept. `children`: its 20 newest appends."""
 
     cache_id: str
     parent_id: str | None
@@ -294,8 +291,7 @@ class UpdateCache(strict.RequestBody, strict.Renewable):
     """PATCH /v1/caches/{id}: changes the given fields. `labels` replaces all labels.
 
     A pinned cache is never evicted to make room, but it still expires; a guaranteed one does neither before its time.
-    Both count for the budget of promises. `next_use_s` is a hint to the replicas and no property of the cache: no
-    answer shows it.
+    Both count for the budget of promises. `next_use_s` is a hint to the replicas, which no answer shows.
     """
 
     ttl_s: strict.Ttl | None = Field(None, description="seconds from now; null: never expires")
@@ -378,8 +374,7 @@ class RemakeCache(strict.RequestBody):
 
 
 class ImportCache(strict.QueryString, strict.Renewable):
-    """POST /v1/caches/import: properties of the cache; its blob or export is the body. `name` and `labels` have
-    precedence over those of an export."""
+    """POST /v1/caches/import: properties of the cache in the body. `name` and `labels` replace those of an export."""
 
     ttl_s: strict.Ttl | None = Field(None, description="seconds until the cache expires")
     expires_at: strict.ExpiresAt | None = Field(None, description="Unix seconds, instead of ttl_s")

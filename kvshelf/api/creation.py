@@ -25,8 +25,7 @@ _REMOVALS = ("compression_ratio", "budget_tokens", "levels", "policy_params")
 
 
 def default_policy(fields: Mapping[str, Any]) -> str:
-    """The policy where none is named, from the other fields of a creation: one that removes entries only where they ask
-    for it, and "auto" where a certificate chooses."""
+    """The policy where none is named: one that removes entries only if `fields` of the creation ask for it."""
     if fields.get("certificate") is not None:
         return "auto"
     return REMOVING_POLICY if _removes(fields) else DEFAULT_POLICY
@@ -248,8 +247,7 @@ EPISODES_POLICY = "epicache"
 
 
 class EpisodeOptions(strict.RequestBody):
-    """The number of episodes of a conversation. Each gets a cache of the whole document, of the whole budget: `count`
-    times the bytes."""
+    """The number of episodes of a conversation. Each has a cache of the whole document, and of the whole budget."""
 
     count: Annotated[int, Field(ge=1, le=strict.MAX_EPISODES)] = 4
 

@@ -1,10 +1,4 @@
-"""The types of POST /v1/chat/completions: OpenAI's request and response, plus `cache_id` or `cache_ids`, and `sources`;
-and `OpenAIRequest`, the base of this request and that of `responses`.
-
-The service accepts OpenAI's fields that it does not support only with a value that changes nothing (penalties of 0) and
-refuses any other value, rather than ignore it. Two defaults differ from OpenAI's: `temperature` is 0, as in a query,
-and an answer ends after 256 tokens.
-"""
+"""The types of POST /v1/chat/completions, and the base of its request and that of `responses`."""
 
 from __future__ import annotations
 
@@ -80,8 +74,8 @@ _Parts = Annotated[list[TextPart], Field(min_length=1, max_length=256, fail_fast
 
 class ChatMessage(strict.RequestBody):
     """One turn. `content` is text or OpenAI's list of text parts, joined without separator. `developer` is OpenAI's
-    newer name of the role `system`. `reasoning_content`: thoughts of an earlier answer, which the model's chat template
-    writes or leaves out."""
+    newer name of the role `system`. `reasoning_content`: thoughts of an earlier answer, for the model's chat template.
+    """
 
     role: strict.Role | Literal["developer", "tool"]
     content: Annotated[Annotated[str, Tag("(one)")] | _Parts, strict.ONE_OR_LIST] | None = None
@@ -333,11 +327,11 @@ class MarkedCompletionRequest(ChatCompletionRequest):
         """The text of the cache that this request makes or finds; None where it names caches."""
         if self.cache_id is not None or self.cache_ids is not None:
             return None
-        kept = self._kept_parts
+        count = self._kept_parts
         texts = []
         for message in self._beginning:
-            texts.append("".join(part.text for part in message.parts[:kept]))
-            kept = max(kept - len(message.parts), 0)
+            texts.append("".join(part.text for part in message.parts[:count]))
+            count = max(count - len(message.parts), 0)
         return BETWEEN_BLOCKS.join(text for text in texts if text)
 
     @property

@@ -1,8 +1,4 @@
-"""The options that several requests and `Engine` share, each declared once.
-
-A class is the value that travels from a request to the place that acts on it. The `...Fields` below it are its keyword
-arguments, as clients and `Engine` take them: a type checker reads no keywords out of a class. A test compares the two.
-"""
+"""The options that several requests and `Engine` share: a class for the values, `...Fields` for their keywords."""
 
 from __future__ import annotations
 

@@ -272,8 +272,8 @@ class ReadShares(strict.ResponseBody):
 class Answered(strict.ResponseBody):
     """What an answer says, whichever caches were asked. `load_ms`: until the slowest of them was in memory.
     `passages`: what it read of each document, in their order, present only if `select.passages` asks for it.
-    `logprobs`: of each token of the text, present only if asked for. `reasoning_content`: what the model thought before
-    it, present only if it did."""
+    `logprobs`: of each token of the text, present only if asked for. `reasoning_content`: thoughts before it, if any.
+    """
 
     id: str
     object: Literal["answer"] = "answer"
@@ -348,8 +348,7 @@ class JointAnswerList(strict.ListBody):
 
 class AnswerDelta(strict.ResponseBody):
     """One piece of a streamed answer. The joined pieces are the text of the answer that follows. `logprobs`: of the
-    tokens whose text ends in it, if asked for. `reasoning_content`: of a piece of the model's thoughts, with an empty
-    text."""
+    tokens whose text ends in it, if asked for. `reasoning_content`: thoughts of the model; `text` is then empty."""
 
     object: Literal["answer.delta"] = "answer.delta"
     text: str

@@ -1,8 +1,4 @@
-"""The types of /v1/responses: OpenAI's request and response, plus what `kvshelf.api.openai` adds to completions.
-
-Fields that the service does not support are accepted only with a value that changes nothing. `temperature` is 0 by
-default, and an answer ends after 256 tokens.
-"""
+"""The types of /v1/responses: OpenAI's request and response, plus what `kvshelf.api.openai` adds to completions."""
 
 from __future__ import annotations
 

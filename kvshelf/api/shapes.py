@@ -20,8 +20,7 @@ SHAPES = ("response_format", "grammar", "choices")
 
 
 class JsonSchema(RequestBody):
-    """A schema as OpenAI wraps it. `name` and `description` have no effect. An answer always fits the schema exactly,
-    so `strict` has none either."""
+    """A schema as OpenAI wraps it. Only `schema` has an effect: an answer always fits it exactly."""
 
     model_config = ConfigDict(serialize_by_alias=True)
 
@@ -79,7 +78,6 @@ Choices = Annotated[
 ]
 Answers = Annotated[int, Field(ge=1, le=MAX_ANSWERS)]
 TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
-
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 _LONGEST_VALUE = 8192

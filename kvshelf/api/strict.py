@@ -67,7 +67,6 @@ Ttl = Annotated[float, Field(gt=0, le=MAX_TTL_S)]
 ExpiresAt = Annotated[float, Field(gt=0)]
 Guarantee = Annotated[float, Field(gt=0, lt=1e12)]
 
-
 _CODECS = ("none", "int8", "int4", "int2", "mixed", "klt", "lossless")
 _CODEC = rf"^({'|'.join(_CODECS)})(:[a-z]+=[a-z0-9./]+(,[a-z]+=[a-z0-9./]+)*)?$"
 
@@ -245,8 +244,7 @@ class ErrorEnvelope(ResponseBody):
 
 
 class Message(RequestBody):
-    """One turn of a conversation. `reasoning_content`: thoughts of an assistant's, which the model's chat template
-    writes or leaves out."""
+    """One turn of a conversation. `reasoning_content`: thoughts of an assistant, for the model's chat template."""
 
     role: Role
     content: str
@@ -262,7 +260,6 @@ class Message(RequestBody):
 
 
 MessageList = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-
 
 RequestT = TypeVar("RequestT", bound=RequestBody)
 

@@ -17,8 +17,7 @@ MAX_TOOLS = 128
 
 
 class Function(RequestBody):
-    """`parameters`: a JSON schema of an object; without it, the function takes none. Calls that `tool_choice` asks for
-    always fit it, so `strict` has no effect."""
+    """`parameters`: a JSON schema of an object; none by default. `strict` has no effect: required calls always fit."""
 
     name: ToolName
     description: str | None = None

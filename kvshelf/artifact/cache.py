@@ -1,7 +1,4 @@
-"""The artifact: what remains of a document's KV cache after compression.
-
-A `CompressedCache` is immutable and knows no tenant and no store. Its layers are typed records.
-"""
+"""The artifact: what remains of a document's KV cache after compression."""
 
 from __future__ import annotations
 

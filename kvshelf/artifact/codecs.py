@@ -1,14 +1,11 @@
 """The codecs: how keys and values are encoded, as one-line texts. `encoding` applies them; this module needs no torch.
 
-    none                     the model's dtype
-    int8, int4, int2         codes in groups (`QuantizedRows`), after KIVI (arXiv 2402.02750)
-    mixed                    the important entries in more bits than the rest, which may have three (int3), after MiKV
-                             (arXiv 2402.18096)
-    klt                      entropy-coded coefficients of a transform of the model, after KVTC (arXiv 2511.01815)
-    lossless                 the model's dtype, bit by bit, in entropy-coded byte planes (`planes`)
-
-A text is a name and parameters: `int4`, `int4:group=64,residual=128`, `klt:classes=1.5/4,shares=25/25`. Its canonical
-form leaves defaults out and keeps the parameters in order; cache ids and manifests hold that form.
+none                     the model's dtype
+int8, int4, int2         codes in groups (`QuantizedRows`), after KIVI (arXiv 2402.02750)
+mixed                    the important entries in more bits than the rest, which may have three (int3), after MiKV
+                         (arXiv 2402.18096)
+klt                      entropy-coded coefficients of a transform of the model, after KVTC (arXiv 2511.01815)
+lossless                 the model's dtype, bit by bit, in entropy-coded byte planes (`planes`)
 """
 
 from __future__ import annotations
@@ -71,7 +68,7 @@ _TEXT_LIMIT: Final = 128
 
 @dataclass(frozen=True)
 class Codec:
-    """One way to encode a cache. Made by `parse`; `str()` is its canonical text.
+    """One way to encode a cache. Made by `parse`; `str()` is its canonical text, as `klt:classes=1.5/4,shares=25/25`.
 
     group: rows of a channel (keys) or channels of a row (values) that share a scale and a zero. residual: the last
     entries of each head, by position, which stay in the model's dtype in a record of their own: they are few, and

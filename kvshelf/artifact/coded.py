@@ -1,20 +1,4 @@
-"""Rows under the codec `klt`: the coefficients of a transform, rounded to steps and entropy-coded.
-
-The transform is the model's (`transforms`). Keys are coded without their rotation, which would spread every direction
-over all phases. The first tokens of the document stay as they are, in 16 bits: they are unlike all others, and all
-questions attend to them.
-
-The array of a blob, all integers little-endian:
-
-    u32             the step, in parts of 1 / 10,000 of the transform's unit
-    u32             1: the heads of the layer are transformed together; 0: each alone
-    u32[heads]      first rows of each head, which are not coded
-    u32[streams]    bytes of each stream; the highest bit says that it is a Zstandard frame and not `kernels.ans`
-    u4[H * D]       for each channel, its table's distance from that of the transform, plus 8; two to a byte, the first
-                    in the lower half; zeros up to the next multiple of 4 bytes
-    first rows      bfloat16, head by head; zeros up to the next multiple of 4
-    streams         one for each run of 1,024 rows of all heads together, or of each head
-"""
+"""Rows under the codec `klt`: the coefficients of a transform, rounded to steps and entropy-coded."""
 
 from __future__ import annotations
 
@@ -87,10 +71,10 @@ class _HeadGroup:
 
     def coded(self) -> ans.Runs:
         """The streams that are no frames."""
-        kept = [number for number, frame in enumerate(self.framed) if not frame]
-        streams = self.streams
-        data = self.data if len(kept) == len(self.rows) else torch.cat([self.data[:0], *(streams[i] for i in kept)])
-        return ans.Runs(data, [len(streams[i]) for i in kept], [self.rows[i] for i in kept], self.order)
+        streams = [stream for stream, framed in zip(self.streams, self.framed, strict=True) if not framed]
+        rows = [count for count, framed in zip(self.rows, self.framed, strict=True) if not framed]
+        data = self.data if len(streams) == len(self.rows) else torch.cat([self.data[:0], *streams])
+        return ans.Runs(data, list(map(len, streams)), rows, self.order)
 
     def parts(self, runs: int) -> Iterator[_HeadGroup]:
         """The group, `runs` runs at a time."""
@@ -124,7 +108,7 @@ class ByteRows:
 class CodedRows(ByteRows):
     """The keys or the values of a record, as bytes. Head h has `lengths[h]` rows of `num_channels` numbers.
 
-    data: `[bytes]` uint8, the array of a blob. dtype: of the rows once decoded.
+    data: `[bytes]` uint8, the array of a blob (docs/internals/format.md). dtype: of the rows once decoded.
     """
 
     data: Tensor
@@ -300,7 +284,8 @@ def encode_rows(
     undo: Turn | None,
 ) -> CodedRows:
     """Encode the rows `[n_h, D]` of each head. tokens: the positions of these rows in the document; places: those that
-    keys are rotated to; undo: takes the rotation off keys."""
+    keys are rotated to; undo: takes the rotation off keys, which would spread every direction over all phases. The
+    document's first tokens, which all questions attend to, are unlike others and stay in 16 bits."""
     first = [int((positions < FIRST_TOKENS).sum()) for positions in tokens]
     first_rows = [rows[:count] for rows, count in zip(heads, first, strict=True)]
     states = []

@@ -111,8 +111,7 @@ def apart(
 
 
 def _parted(parts: Sequence[tuple[PackedRecord, Tensor, list[int]]]) -> tuple[list[PackedRecord], list[PackedRecord]]:
-    """The records of a layer's entries in spans, and those of its others. parts: with a mask of the entries in spans,
-    and their number in each head."""
+    """As `apart`, of one layer. parts: each with a mask of its entries in spans, and their number in each head."""
     protected, others = [], []
     for part, inside, counts in parts:
         other_counts = _others(part, counts)
@@ -231,8 +230,7 @@ def _quantized(
 
 
 def _last(record: Packed, count: int, group: int) -> tuple[Tensor, list[int]]:
-    """`[entries]` bool: the last `count` entries of each head, or a few more, so that whole groups stand before them;
-    and their number in each head."""
+    """`[entries]` bool: the last `count` entries of each head or a few more, behind whole groups; and their numbers."""
     last = torch.zeros(record.entries, dtype=torch.bool, device=record.entry_positions.device)
     before = [max(0, length - count) // group * group for length in record.lengths]
     for start, stop, whole in zip(record.offsets, record.offsets[1:], before, strict=False):

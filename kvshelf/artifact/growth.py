@@ -1,9 +1,4 @@
-"""The layers of a stored cache, the parent, joined with those of tokens that are appended to it.
-
-Records of the parent stay as they are, so that a home can store both with one copy of their bytes. Only what no later
-token sees in them gives way: windows and chunks move on, recurrent states change, and the residual of a quantizing
-codec is quantized, once there are newer entries to take its place.
-"""
+"""The layers of a stored cache, the parent, joined with those of tokens that are appended to it."""
 
 from __future__ import annotations
 
@@ -34,8 +29,7 @@ from kvshelf.errors import InvalidRequest
 from kvshelf.kernels.quantize.rows import QuantizedRows, Rows, by_head, plain
 
 _JOIN_AT: Final = 12
-"""Records of a layer from which on neighbours are joined: attention reads each by an operation of its own, and joining
-copies all of them, so not at every append."""
+"""Records of a layer from which on neighbours are joined, which copies them. Attention reads each by an operation."""
 
 Encode = Callable[[Sequence[LayerRecord]], Sequence[LayerRecord]]
 """Encodes layers under the parent's codec, in whole groups."""
@@ -57,14 +51,18 @@ def followed(parent: Sequence[LayerRecord], appended: Sequence[LayerRecord]) -> 
 def grown(
     parent: Sequence[LayerRecord], appended: Sequence[LayerRecord], codec: str, encode: Encode
 ) -> list[LayerRecord]:
-    """As `followed`, under the codec of the parent. The appended layers are not encoded yet; `encode` does it.
+    """As `followed`, under the codec of the parent. The appended layers are not encoded yet; `encode` does it. Records
+    of the parent stay as they are, so that a home has one copy of their bytes. Only windows and chunks, states, and the
+    residual of a quantizing codec give way.
 
     Raises `InvalidRequest` where a layer would have more records than a blob holds.
     """
     cut = [_cut(old, Codec.parse(codec)) for old in parent]
-    behind = [_with_parts(new, _behind(residual, new)) for (_, residual), new in zip(cut, appended, strict=True)]
+    unencoded = [
+        _with_parts(new, _with_residual(residual, new)) for (_, residual), new in zip(cut, appended, strict=True)
+    ]
     layers: list[LayerRecord] = []
-    for (staying, _), new in zip(cut, encode(behind), strict=True):
+    for (staying, _), new in zip(cut, encode(unencoded), strict=True):
         parts = (*staying, *_parts(new))
         if len(parts) >= _JOIN_AT:
             parts = joined(parts)
@@ -130,7 +128,7 @@ def _cut(layer: LayerRecord, codec: Codec) -> tuple[tuple[PackedRecord, ...], Pa
     return staying[:-1], last
 
 
-def _behind(residual: PackedRecord | None, new: LayerRecord) -> tuple[PackedRecord, ...]:
+def _with_residual(residual: PackedRecord | None, new: LayerRecord) -> tuple[PackedRecord, ...]:
     """The parent's residual and the new entries, if possible as one record, in which fewer groups are cut short."""
     parts = _parts(new)
     if residual is None:

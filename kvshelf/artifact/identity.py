@@ -1,9 +1,4 @@
-"""The identity of a compressed cache: everything that its content address is computed over.
-
-A cache can only be attached to the model that made it. `ModelIdentity` holds all fields that must match; `Identity`
-adds the document, the prefill and the policy. Two caches with equal identities have equal bytes on the same device and
-versions, so a repeated creation is found on the shelf instead of being computed again.
-"""
+"""The identity of a compressed cache: everything that its content address is computed over."""
 
 from __future__ import annotations
 
@@ -155,7 +150,7 @@ class LinkedIdentity(ModelIdentity):
 
 @dataclass(frozen=True)
 class Identity:
-    """Everything the bytes of a compressed cache depend on.
+    """Everything the bytes of a compressed cache depend on: equal identities have equal bytes on the same device.
 
     `document` is a digest of the token ids, never the text. `prefill` names the prefill mode ("whole"), because a
     chunked prefill gives other numbers. `policy_params` are the parameters as used, after defaults were shrunk to the

@@ -186,8 +186,7 @@ class Packed:
 
     @property
     def made_bytes(self) -> tuple[int, int]:
-        """Bytes of the keys and values that the model makes of its rows, and bytes of the rows once they are decoded;
-        zeros where attention reads the rows."""
+        """Bytes of the keys and values that the model makes of its rows, if it does, and of the decoded rows."""
         return 0, 0
 
     @property
@@ -240,8 +239,8 @@ class Packed:
         return (StreamedPrefix(lengths, partial(_block, self.views(), rotate)),)
 
     def select(self, chosen: Tensor, lengths: Sequence[int] | None = None) -> Packed:
-        """The entries that `chosen` `[entries]` bool marks, `lengths[h]` of head h; without lengths this waits for the
-        device. For records that are not quantized."""
+        """The entries that `chosen` `[entries]` bool marks, of a record that is not quantized. lengths: their number in
+        each head, for which this else waits for the device."""
         return replace(self, **self.selected(chosen, lengths))
 
     def selected(self, chosen: Tensor, lengths: Sequence[int] | None = None) -> dict[str, Any]:

@@ -1,14 +1,4 @@
-"""Rows under the codec `lossless`: the numbers as they are, byte plane by byte plane, each plane entropy-coded.
-
-The byte of a float with its sign and most of its exponent has some 2.7 bits of information in a cache (SmolLM2 in
-bfloat16); the bytes of its fraction have eight. So Zstandard codes the first kind and leaves the others as they are.
-
-The array of a blob, little-endian:
-
-    u64[P]    bytes of each plane as stored, P being the bytes of a number
-    planes    byte 0 (the least significant) of all numbers, then byte 1 of all, and so on: as many bytes as there are
-              numbers, or one Zstandard frame of fewer bytes that names its content's size
-"""
+"""Rows under the codec `lossless`: the numbers as they are, byte plane by byte plane, each plane entropy-coded."""
 
 from __future__ import annotations
 
@@ -103,7 +93,11 @@ class PlaneRows(ByteRows):
 
 
 def encode_planes(rows: Tensor) -> PlaneRows:
-    """Rows `[entries, D]` of any dtype of two or four bytes, on any device. NaN and infinity keep their bits, too."""
+    """Rows `[entries, D]` of any dtype of two or four bytes, on any device. NaN and infinity keep their bits, too.
+
+    The byte of a float with its sign and most of its exponent has some 2.7 bits of information in a cache (SmolLM2 in
+    bfloat16), those of its fraction have eight: so Zstandard codes the first kind and leaves the others as they are.
+    """
     rows = rows.detach().cpu().contiguous()
     numbers = _numbers(rows) if rows.numel() else np.empty(0, _UNSIGNED[rows.itemsize])
     planes = np.empty((rows.itemsize, len(numbers)), np.uint8)

@@ -1,12 +1,4 @@
-"""Original positions of a layer's kept entries, stored in the smallest of three simple encodings.
-
-    range    every head keeps 0 .. N-1: no bytes at all
-    bitmap   N bits per head, least significant bit first, each head padded to a whole byte
-    delta    one LEB128 varint per entry: the first position of a head, then each gap minus one
-
-The smallest encoding is chosen, on a tie the first in this list, so equal positions have equal bytes. The bitmap is
-smallest from about one token kept in eight; int64 positions would cost 64 times the bitmap at full length.
-"""
+"""Original positions of a layer's kept entries, stored in the smallest of three simple encodings."""
 
 from __future__ import annotations
 
@@ -20,6 +12,9 @@ import numpy.typing as npt
 from kvshelf.errors import BlobError, InvalidRequest
 
 Encoding = Literal["range", "bitmap", "delta"]
+"""range: every head keeps 0 .. N-1, no bytes. bitmap: N bits per head, least significant first, each head in whole
+bytes. delta: one LEB128 varint per entry, the first position of a head, then each gap minus one. The writer takes the
+smallest, on a tie the first of these, so equal positions have equal bytes."""
 
 _VARINT_BYTES = 5
 """Longest varint: positions are below 2**31."""

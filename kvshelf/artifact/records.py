@@ -1,20 +1,4 @@
-"""Layer records: the entries kept of one layer of a KV cache, and how attention reads them.
-
-`Kept`     some of the entries, unchanged
-`Pruned`   some of the entries, their keys without some of the channels
-`Indexed`  the first entries of every head, with a summary of each block of them, by which a question finds blocks
-`SlidingWindow`   the last entries of a layer with a sliding window, all of them
-`Chunk`    those of the document's unfinished chunk, of a layer with chunked attention
-`Latents`  latents of some of the tokens, from which the model makes the keys and values of all heads (MLA)
-`Residuals` the layer's input for some of the tokens, of which the model makes the keys and values of all heads again
-`Merged`   classes of merged entries, and the slots that say which tokens a class stands for, after EMS
-`Parts`    several of these at once, their entries disjoint: mixed precision, a residual in full precision
-`States`   the recurrent and convolution states of a layer, beside its entries or without any
-
-Keys and values are tensors or `QuantizedRows`. All kinds have `nbytes`, `to(device)` and `moved(move)`, and those of
-entries `kv_heads`, `entries`, `uniform`, `positions`, `dense()` and `prefixes(rotate)`. How a blob holds each kind is
-in `kvshelf.artifact.blob.kinds`, which needs no torch.
-"""
+"""Layer records: the entries kept of one layer of a KV cache, and how attention reads them."""
 
 from __future__ import annotations
 
@@ -98,8 +82,7 @@ class Indexed(Packed):
     """The first tokens of a document, the same in every head, and an index of them: a summary of each `block` tokens.
 
     The last block may be shorter. The policy that made a summary says what it is. summaries: `[blocks, W]` bf16.
-    A blob stores the index before the rows, and each block with a digest of its own, so that a question reads only
-    the blocks that it chooses by the index.
+    A blob stores the index before the rows, and a digest of each block: a question reads the blocks that it chooses.
     """
 
     kind: ClassVar[str] = "indexed"
@@ -149,8 +132,7 @@ class Recent(Packed):
         return Recent._ending_at(keys.shape[1], keys, values, window, chunk)
 
     def followed_by(self, keys: Tensor, values: Tensor, end: int) -> Recent:
-        """The last tokens of the document once tokens with these keys `[kv_heads, T, D]` and values have been appended
-        to it, so that it has `end` tokens."""
+        """The last tokens after T more, of keys `[kv_heads, T, D]` and values, up to `end` tokens of the document."""
         old_keys, old_values = (torch.stack(heads) for heads in self.plain_heads())  # [kv_heads, kept, D]
         keys = torch.cat([old_keys.to(keys.device), keys], dim=1)
         values = torch.cat([old_values.to(values.device), values], dim=1)
@@ -188,8 +170,7 @@ class SlidingWindow(Recent):
 
 @dataclass(frozen=True, eq=False)
 class Chunk(Recent):
-    """The tokens of the document's last chunk, none if it is finished, of a layer whose queries see those of their own
-    chunk of `chunk` tokens."""
+    """The tokens of the document's unfinished chunk, of a layer whose queries see their chunk of `chunk` tokens."""
 
     kind: ClassVar[str] = "chunk"
 
@@ -327,8 +308,7 @@ class Merged(Packed):
         return (StreamedPrefix(slot_lengths, partial(_slot_block, heads, rotate)),)
 
     def select(self, chosen: Tensor, lengths: Sequence[int] | None = None) -> Merged:
-        """The classes that `chosen` `[entries]` bool marks, and their slots, whose number waits for the device. For
-        records that are not quantized."""
+        """The classes that `chosen` `[entries]` bool marks, and their slots. Waits for the device; not if quantized."""
         starts = upload_numbers(self.offsets[:-1], chosen.device)
         slot_lengths = upload_numbers(self.slot_lengths, chosen.device)
         slot_starts = starts.repeat_interleave(slot_lengths, output_size=self.slots)
@@ -418,8 +398,7 @@ class Residuals(Packed):
 
     @property
     def made_bytes(self) -> tuple[int, int]:
-        made = self.entries * sum(self.full_dims) * self.dtype.itemsize
-        return made, self.keys.nbytes + self.unpacked_bytes
+        return self.entries * sum(self.full_dims) * self.dtype.itemsize, self.keys.nbytes + self.unpacked_bytes
 
     def rows_of(self, chosen: Tensor, places: Tensor) -> Tensor:
         heads = chosen.view(self.kv_heads, -1)
@@ -481,12 +460,10 @@ class Parts:
 
     @cached_property
     def lengths(self) -> list[int]:
-        """Entries of each head, all parts together."""
         return [sum(lengths) for lengths in zip(*(part.lengths for part in self.parts), strict=True)]
 
     @cached_property
     def uniform(self) -> bool:
-        """Whether every head keeps the same number of entries, all parts together."""
         return len(set(self.lengths)) <= 1
 
     @property
@@ -508,7 +485,6 @@ class Parts:
         )
 
     def prefixes(self, rotate: Rotate | None = None) -> tuple[Prefix, ...]:
-        """The prefixes of all parts, for attention. See `Packed.prefixes`."""
         return tuple(prefix for part in self.parts for prefix in part.prefixes(rotate))
 
     def to(self, device: torch.device | str) -> Parts:
@@ -520,7 +496,6 @@ class Parts:
 
     @staticmethod
     def _together(parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """Concatenate the parts' tensors, head by head."""
         return [torch.cat(heads) for heads in zip(*parts, strict=True)]
 
 
@@ -634,19 +609,18 @@ def with_entries(record: LayerRecord, entries: Entries) -> LayerRecord:
 
 
 class _MadeWhenRead:
-    """A `Block` over residuals. It makes the keys and values of all heads for the first read, and drops them after the
-    read of the last rows of the last head."""
+    """A `Block` over residuals. The first read makes the keys and values of all heads; the last read drops them."""
 
     def __init__(self, record: Residuals, maker: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
         self._record = record
         self._maker = maker
-        self._made: tuple[Tensor, Tensor] | None = None
+        self._rows: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, head: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        made = self._made or self._maker(plain(self._record.keys), self._record.positions[0])  # type: ignore[arg-type]
+        rows = self._rows or self._maker(plain(self._record.keys), self._record.positions[0])  # type: ignore[arg-type]
         ended = head == self._record.kv_heads - 1 and stop == self._record.lengths[0]
-        self._made = None if ended else made
-        keys, values = made
+        self._rows = None if ended else rows
+        keys, values = rows
         return keys[head, start:stop], values[head, start:stop]
 
 

@@ -1,7 +1,4 @@
-"""The shape of a cache, checked against its model before anything is allocated for it.
-
-A forged blob of a kilobyte may claim any number of tokens or heads.
-"""
+"""The shape of a cache, checked against its model first: a forged blob of a kilobyte may claim any size."""
 
 from __future__ import annotations
 

@@ -1,12 +1,4 @@
-"""The transforms of a model: what the codec `klt` multiplies keys and values by, and how often each code occurs.
-
-They belong to the model, not to a document, and are made once by `kvshelf calibrate`. A cache names the digest of its
-transforms and cannot be read without them.
-
-Version 2 weighs errors by what they cost the model's predictions, between the channels of a head (`weight`) and between
-layers, keys and values (`unit`). Version 3 also foretells values from the keys of the same tokens (`slope`). Files of
-version 1, without weights, and 2 stay readable.
-"""
+"""The transforms of a model: what the codec `klt` multiplies keys and values by, and how often each code occurs."""
 
 from __future__ import annotations
 
@@ -54,6 +46,7 @@ HELD_BYTES: Final = 16 << 20
 is 6 GB for 32 layers' keys and values."""
 
 _FORMATS: Final = ("kvshelf.transforms/1", "kvshelf.transforms/2", "kvshelf.transforms/3")
+"""Version 2 also has weights, version 3 slopes, too."""
 _ABOUT: Final = "kvshelf"
 _STEP_EDGES: Final = [round(STEP_PARTS * 2 ** ((eighth + 0.5) / EIGHTHS)) for eighth in range(-49, 49)]
 

@@ -197,10 +197,10 @@ def _tell(what: str, cache: CacheObject, done: str) -> None:
 
 
 def _summary(cache: CacheObject, done: str) -> str:
-    agreement = "" if cache.quality is None else f", agreement {cache.quality.description}"
+    agreement = "" if cache.quality is None else f", agreement {cache.quality.text}"
     return (
         f"{cache.tokens.document} tokens, {cache.tokens.kept} kept by {cache.policy}, "
-        f"{common.megabytes(cache.bytes.stored)} ({cache.entries_description}, {cache.bytes.share:.1%} of the full "
+        f"{common.megabytes(cache.bytes.stored)} ({cache.entries_text}, {cache.bytes.share:.1%} of the full "
         f"cache in 16 bits){agreement}, {done}"
     )
 
@@ -617,7 +617,7 @@ def _details(cache: CacheObject, prices: Prices | None) -> Table:
         + (f", {cache.tokens.protected} of them protected" if cache.tokens.protected else ""),
         "codec": cache.codec
         + (f", made under {cache.recoded.codec}, coded last {when(cache.recoded.at)}" if cache.recoded else ""),
-        "size": f"{cache.bytes.describe(common.megabytes)}; {cache.entries_description}",
+        "size": f"{cache.bytes.describe(common.megabytes)}; {cache.entries_text}",
         "quality": _quality(cache),
         **({"certificate": _certificate(cache.certificate)} if cache.certificate else {}),
         **({"warning": "; ".join(cache.warnings)} if cache.warnings else {}),
@@ -667,13 +667,11 @@ def _quality(cache: CacheObject) -> str:
     chosen = f"; chosen among {len(cache.tried)}" if cache.tried else ""
     worst = figure.worst
     if worst is None:
-        return (
-            f"{figure.description}{chosen}" if figure.agreement is not None else f"no figure: {figure.reason}{chosen}"
-        )
+        return f"{figure.text}{chosen}" if figure.agreement is not None else f"no figure: {figure.reason}{chosen}"
     if not figure.cues:
         return f"the full cache{chosen}"
     return (
-        f"agreement {figure.description} with the full cache on {figure.cues} cues, lowest {worst['agreement']:.3f} at tokens "
+        f"agreement {figure.text} with the full cache on {figure.cues} cues, lowest {worst['agreement']:.3f} at tokens "
         f"{worst['from']} to {worst['to']}, KL {figure.kl:.3g} nats{chosen}"
     )
 

@@ -1,8 +1,4 @@
-"""The calls of the API, one function each: it checks its arguments, builds the request and types the answer.
-
-Nothing here talks to the network. The functions are the methods of both clients: `Client.caches.retrieve` and
-`AsyncClient.caches.retrieve` send what `retrieve_cache` builds, with its arguments, types and docstring.
-"""
+"""The calls of the API, one function each, which checks arguments, builds the request and types the answer."""
 
 from __future__ import annotations
 
@@ -581,8 +577,7 @@ def estimate(**fields: Unpack[LevelFields]) -> HttpCall[api.EstimateObject]:
 
 
 class UsageFields(TypedDict, total=False):
-    """Which use to report: days of UTC as `datetime.date` or text (2026-01-31), both included, and how it is grouped;
-    None means absent."""
+    """Days of UTC as `datetime.date` or text (2026-01-31), both included, and the groups; None means absent."""
 
     from_: date | str | None
     to: date | str | None
@@ -684,8 +679,7 @@ def _plain(value: Any) -> Any:
 
 
 def _document(model: type[RequestBody], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The body of a request with a document: JSON, or with `file` a form with the file unchanged, text fields as text,
-    and all others as JSON."""
+    """The body of a request with a document: JSON, or with `file` a form of the file, texts, and others as JSON."""
     fields = dict(fields)
     if (file := fields.pop("file", None)) is None:
         return {"json": checked(model, fields)}

@@ -1,7 +1,4 @@
-"""One exchange with the service, without any input or output: its request, the meaning of its answer, its repeats.
-
-Both clients are thin loops around this module and obey the same rules.
-"""
+"""One exchange with the service, without any input or output: its request, the meaning of its answer, its repeats."""
 
 from __future__ import annotations
 

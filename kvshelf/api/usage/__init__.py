@@ -68,8 +68,7 @@ class Metered(ResponseBody):
 
 
 class MoneyCost(ResponseBody):
-    """In the currency of the prices. worker: of the seconds that workers spent. saved: what the tokens that answers
-    read from the shelf would have cost without it."""
+    """In the currency of the prices. worker: of the workers' seconds. saved: of the tokens read from the shelf."""
 
     worker: float = 0.0
     saved: float = 0.0

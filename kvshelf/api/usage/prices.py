@@ -87,8 +87,7 @@ def read_prices(path: Path | str) -> Prices:
 
 
 def grouped(rows: Iterable[UsageRow], groups: Sequence[str], prices: Prices | None = None) -> list[UsageRow]:
-    """Rows of single days, models and tenants, added up by `groups`, in order, with their costs if there are prices;
-    every row must then name its model."""
+    """Rows of single days, models and tenants, added up by `groups`, in order. With prices each row names its model."""
     sums: dict[tuple[tuple[bool, str], ...], UsageRow] = {}
     for row in rows:
         group = {name: getattr(row, name) for name in get_args(Group) if name in groups}
@@ -168,8 +167,7 @@ def _label_use(tenant: str, value: str | None, caches: Sequence[CacheObject], pr
 
 
 def by_ttl(caches: Iterable[CacheObject], tenant: str, prices: Prices, now: float) -> list[TtlUse]:
-    """How the lifetimes of caches paid, the largest loss first. Lifetimes that agree in two digits are one row, with
-    their median. now: Unix seconds."""
+    """How lifetimes paid, the largest loss first. Those alike in two digits are one row. now: Unix seconds."""
     members: dict[str, list[CacheObject]] = {}
     for cache in caches:
         lifetime = _lifetime_s(cache)

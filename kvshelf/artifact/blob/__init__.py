@@ -1,16 +1,4 @@
-"""Blob format 1: a compressed cache as bytes. docs/internals/format.md describes it byte by byte, with the reasons.
-
-    fixed part   magic, major, minor, header length                          16 bytes
-    header       msgpack, then zeros up to a multiple of 64
-    body         one segment per layer: its arrays, each aligned to 64 and padded with zeros; the last one has the
-                 digests of its runs of rows
-    trailer      total length, root digest                                   40 bytes
-
-The digest of each segment's head lies in the header, those of its rows in that head, and the root digest covers the
-fixed part, the header, its padding and the total length. So every byte is covered and a read hashes it once; hashing
-the whole blob again would double the time of a read. The digests also let a reader use a layer before the next one has
-arrived, and some runs of a layer without the others.
-"""
+"""Blob format 1, a compressed cache as bytes; docs/internals/format.md describes and explains every byte."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The digests of a segment: of its head, of all rows in runs, and of each run (docs/internals/format.md).
-
-A whole read checks the first two, so it hashes each byte once and in long pieces: a run consists of pieces of a few
-KiB, and hashing those takes twice as long. A partial read checks the head and the runs that it reads.
-"""
+"""The digests of a segment: of its head, of all rows in runs, and of each run (docs/internals/format.md)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The frame of a blob: the bytes before and after the segments, and their check.
-
-The root digest in the trailer covers the fixed part, the header, its padding and the total length.
-"""
+"""The frame of a blob: the bytes before and after the segments, and their check."""
 
 from __future__ import annotations
 

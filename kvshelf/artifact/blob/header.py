@@ -1,8 +1,4 @@
-"""The header of a blob: what its segments hold and where, packed as msgpack and read back strictly.
-
-Everything a reader allocates or slices follows from these fields, so nothing is taken on trust: sizes are capped before
-they are parsed, every field has one type, and each refusal has one name (docs/internals/format.md lists them).
-"""
+"""The header of a blob: what its segments hold and where, packed as msgpack and read back strictly."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The kinds of records in a blob: the fields of each kind in the header, its arrays, their check, and how they are
-written and read. Needs no torch, because stores read headers without it.
-"""
+"""The kinds of records in a blob, without torch, because stores read headers without it."""
 
 from __future__ import annotations
 

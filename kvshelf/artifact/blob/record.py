@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 RUN_ROWS: Final = 1024
-"""Rows of each head that have a digest of their own: a multiple of every codec's group, so that runs share no scale. In
-an indexed record they are those of a block."""
+"""Rows of each head in a run: a multiple of every codec's group, so that runs share no scale."""
 
 MAX_ARRAY: Final = 4096
 INT32_MAX: Final = 2**31 - 1
@@ -102,8 +101,7 @@ class Target(Protocol):
 class RecordHeader(Strict):
     """One record. lengths: entries of each KV head. group: that of the cache's codec, 0 under "none".
 
-    sizes: bytes of each array, without padding, in the order in which they lie in the segment. columns: the names of
-    its columns; no field where it has none.
+    sizes: bytes of each array without padding, in segment order. columns: the names of its columns, if it has any.
 
     Each kind is a class below this one: a `Literal` as `kind`, fields of its own, and what differs of the methods.
     """

@@ -1,8 +1,4 @@
-"""Segments: the arrays of one layer as bytes, and back.
-
-Keys and values of a plain record are one array each; of a quantized one, codes, scales and zeros. This module checks
-what the header cannot show, both when writing and when reading, so that everything written can be read.
-"""
+"""The arrays of one layer as bytes, and back; both ways check what the header cannot show."""
 
 from __future__ import annotations
 
@@ -80,8 +76,7 @@ def read_layer(index: int, header: Header, body: Body) -> records.LayerRecord:
 
 
 def view_layer(index: int, header: Header, body: Body) -> records.LayerRecord:
-    """As `read_layer`, before the rows have been read: `require_runs_sound` checks those of runs once they are there.
-    Rows of records without runs are checked here."""
+    """As `read_layer`, before the rows in runs have been read; `require_runs_sound` checks those later."""
     layer = header.layers[index]
     parts = tuple(
         _Reader(record, spans, layer, body, header.num_tokens).record()

@@ -1,8 +1,4 @@
-"""A stored cache while it is being read: layers can be used as soon as their own digests are checked.
-
-The header alone describes the cache, and the manifest's root digest verifies it before the first segment is read
-(docs/internals/format.md). So a question's forward pass can run layer 0 while layer 1 is still being read and hashed.
-"""
+"""A stored cache while it is being read: layers can be used as soon as their own digests are checked."""
 
 from __future__ import annotations
 
@@ -220,8 +216,8 @@ class ArrivingCache(OpenedCache):
             with self.elsewhere() as other:
                 if other.root != self.root:  # the cache was replaced meanwhile
                     return self._refuse(error)
-                for mine, theirs in zip(self.layers, other.layers, strict=True):
-                    theirs.add_done_callback(partial(_pass_on, mine))
+                for layer, copy in zip(self.layers, other.layers, strict=True):
+                    copy.add_done_callback(partial(_pass_on, layer))
                 other.read()
         except Exception as failure:  # as in `read`
             self._refuse(failure)
@@ -255,12 +251,12 @@ def batches_of(sizes: Sequence[int], portion: range) -> Iterator[range]:
     yield range(start, portion.stop)
 
 
-def _pass_on(mine: Future[LayerRecord], theirs: Future[LayerRecord]) -> None:
-    if mine.done():
+def _pass_on(layer: Future[LayerRecord], copy: Future[LayerRecord]) -> None:
+    if layer.done():
         return
     with suppress(InvalidStateError):  # closed meanwhile
-        error = theirs.exception()
+        error = copy.exception()
         if error is None:
-            mine.set_result(theirs.result())
+            layer.set_result(copy.result())
         else:
-            mine.set_exception(error)
+            layer.set_exception(error)

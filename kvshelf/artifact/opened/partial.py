@@ -1,7 +1,4 @@
-"""A stored cache of which only chosen parts are read: of a layer its head at once, and its rows run by run.
-
-`Layer.runs` says which records have runs. All others are part of the head and are read with it.
-"""
+"""A stored cache of which only chosen parts are read: of a layer its head at once, and its rows run by run."""
 
 from __future__ import annotations
 
@@ -44,8 +41,7 @@ class PartialCache(OpenedCache):
     """Opens another copy of the same cache, once this one fails."""
 
     def __init__(self, summary: BlobSummary, source: RangedFile | memoryview, guard: Guard) -> None:
-        """source: the blob as a file, which `close` closes; or its body in memory, which records view: it must not
-        change."""
+        """source: the blob as a file, which `close` closes; or its body in memory, unchanging, which records view."""
         super().__init__(summary)
         self._file = None if isinstance(source, memoryview) else source
         self._guard = guard
@@ -131,8 +127,7 @@ class PartialLayer:
     rows in runs that were not fetched are zeros, on pages that take no memory.
 
     runs: for each record of the layer (each of `Parts`) the numbers of its runs within the layer. Row i of every head
-    of record p is in run `runs[p][i // run_rows[p]]`. A record that is here as a whole has none. fetched: the runs that
-    are here.
+    of record p is in run `runs[p][i // run_rows[p]]`. A record that is here as a whole has none. fetched: runs here.
     """
 
     def __init__(self, cache: PartialCache, index: int) -> None:
