@@ -11,7 +11,7 @@ from kvshelf.api.strict import MessageList, RequestBody, ResponseBody, TokenIds,
 
 
 class KeptOf(RequestBody):
-    """POST /v1/caches/{id}/kept: the cache's document, as one of `document`, `messages` and `token_ids`."""
+    """POST /v1/caches/{id}/kept: the cache's document. Exactly one of `document`, `messages` and `token_ids`."""
 
     model_config = ConfigDict(json_schema_extra=one_of(document="string", messages="array", token_ids="array"))
 

@@ -68,7 +68,7 @@ class Metered(ResponseBody):
 
 
 class MoneyCost(ResponseBody):
-    """In the currency of the prices. worker: of the workers' seconds. saved: of the tokens read from the shelf."""
+    """In the currency of the prices. worker: cost of workers' seconds. saved: that of tokens read from the shelf."""
 
     worker: float = 0.0
     saved: float = 0.0
