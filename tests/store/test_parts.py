@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvshelf.artifact import blob
-from kvshelf.artifact.blob.record import RUN_ROWS
+from kvshelf.artifact.blob.kinds.record import RUN_ROWS
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.artifact.opened.partial import PartialCache, PartialLayer
 from kvshelf.artifact.records import Indexed, Latents, LayerRecord, PackedRecord, State, States

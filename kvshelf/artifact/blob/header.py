@@ -21,8 +21,8 @@ from pydantic import (
 )
 
 from kvshelf.artifact import positions
+from kvshelf.artifact.blob.kinds.record import MAX_ARRAY, Count, Size, Strict, inconsistent
 from kvshelf.artifact.blob.layer import ALIGNMENT, DIGEST_BYTES, Layer
-from kvshelf.artifact.blob.record import MAX_ARRAY, Count, Size, Strict, inconsistent
 from kvshelf.artifact.codecs import Codec
 from kvshelf.artifact.identity import MAX_IMAGES, MAX_PROTECTED_SPANS, Boundary, Identity, Layout, canonical_msgpack
 from kvshelf.artifact.shape import CODE_BYTES, MAX_CODES, Shape

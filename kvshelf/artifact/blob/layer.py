@@ -10,7 +10,16 @@ from typing import Annotated, Final, NamedTuple
 from pydantic import FailFast, Field
 
 from kvshelf.artifact.blob.kinds import AnyHeader
-from kvshelf.artifact.blob.record import Count, Dims, DtypeName, RecordHeader, RowArray, Size, Strict, inconsistent
+from kvshelf.artifact.blob.kinds.record import (
+    Count,
+    Dims,
+    DtypeName,
+    RecordHeader,
+    RowArray,
+    Size,
+    Strict,
+    inconsistent,
+)
 from kvshelf.artifact.codecs import BITS
 from kvshelf.artifact.shape import ITEM_BYTES, LayerShape, StateRole, StateShape
 from kvshelf.errors import BlobError

@@ -15,8 +15,8 @@ from kvshelf.artifact import records
 from kvshelf.artifact.blob.body import Body
 from kvshelf.artifact.blob.header import Header
 from kvshelf.artifact.blob.kinds import KINDS
+from kvshelf.artifact.blob.kinds.record import Arrays, Dims, DtypeName, Ints, RecordHeader, ints
 from kvshelf.artifact.blob.layer import NO_DIMS, Layer, Span, StateHeader
-from kvshelf.artifact.blob.record import Arrays, Dims, DtypeName, Ints, RecordHeader, ints
 from kvshelf.artifact.codecs import BITS, CODED, Precision
 from kvshelf.artifact.coded import CodedRows
 from kvshelf.artifact.encoding import AXES
@@ -197,7 +197,7 @@ def _raw(tensor: Tensor) -> memoryview:
 
 @dataclass(frozen=True)
 class _Target:
-    """The `record.Target` of a document of `num_tokens` tokens."""
+    """The `kinds.record.Target` of a document of `num_tokens` tokens."""
 
     num_tokens: int
 
@@ -210,7 +210,7 @@ class _Target:
 
 @dataclass(frozen=True)
 class _Reader:
-    """The `record.RecordArrays` of one record in a segment, whose size the header has been checked against."""
+    """The `kinds.record.RecordArrays` of one record in a segment, whose size the header has been checked against."""
 
     header: RecordHeader
     spans: dict[str, Span]

@@ -1,0 +1,17 @@
+"""`Window` records in a blob."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from kvshelf.artifact.blob.kinds.recent import RecentHeader
+from kvshelf.artifact.blob.kinds.record import Size
+
+
+class WindowHeader(RecentHeader):
+    kind: Literal["window"]
+    window: Size
+
+    @property
+    def sees(self) -> tuple[int | None, int | None]:
+        return self.window, None
