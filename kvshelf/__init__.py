@@ -1,7 +1,4 @@
-"""Compress a long document's KV cache once, put it on a shelf, query it a thousand times.
-
-Public names are imported on first use, so `from kvshelf import Client` needs neither torch nor ray.
-"""
+"""Compress a long document's KV cache once, put it on a shelf, query it a thousand times."""
 
 from __future__ import annotations
 
@@ -31,6 +28,7 @@ __all__ = [
     "open_store",
 ]
 
+# Imported on first use, so that `from kvshelf import Client` needs neither torch nor ray.
 _HOMES = {
     "AsyncClient": "kvshelf.client",
     "Client": "kvshelf.client",

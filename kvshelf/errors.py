@@ -1,8 +1,4 @@
-"""Every error that kvshelf raises, with its HTTP status and its code on the wire.
-
-A message says what was wrong, with which value, and what to do. This module imports nothing from kvshelf, so every
-package may import it. The client raises the same classes as the service.
-"""
+"""Every error that service and client raise, with its HTTP status and its code on the wire."""
 
 from __future__ import annotations
 
@@ -12,24 +8,23 @@ from functools import partial
 from typing import Any, ClassVar
 
 
-def nearest(given: str, names: Iterable[str]) -> str:
-    """ " (did you mean 'keydiff'?)" where one of `names` is near, otherwise "": what a message adds to a wrong name."""
-    by_letters = {name.lower(): name for name in names}
-    found = get_close_matches(given[:64].lower(), by_letters, n=1)  # it takes time in proportion to both lengths
-    return f" (did you mean {by_letters[found[0]]!r}?)" if found else ""
+def nearest(name: str, names: Iterable[str]) -> str:
+    """The end of a message about a wrong name: " (did you mean 'keydiff'?)" where one of `names` is near, else ""."""
+    by_letters = {known.lower(): known for known in names}
+    matches = get_close_matches(name[:64].lower(), by_letters, n=1)  # it takes time in proportion to both lengths
+    return f" (did you mean {by_letters[matches[0]]!r}?)" if matches else ""
 
 
-def as_share(given: Any) -> str:
-    """ "; 75 % is 0.75" where a percentage may have been meant, otherwise "": what a message adds to a wrong share."""
-    is_percentage = isinstance(given, int | float) and 1 < given <= 100
-    return f"; {given:g} % is {given / 100:g}" if is_percentage else ""
+def as_share(value: Any) -> str:
+    """The end of a message about a wrong share: "; 75 % is 0.75" where a percentage may have been meant, else ""."""
+    is_percentage = isinstance(value, int | float) and 1 < value <= 100
+    return f"; {value:g} % is {value / 100:g}" if is_percentage else ""
 
 
 class KvshelfError(Exception):
     """Base of all kvshelf errors. The message is written for the person who made the call.
 
-    `param` names the wrong field, if there is one. `details` holds machine-readable facts (JSON types only), such as
-    both fingerprints of a `model_mismatch`.
+    `param` names the wrong field, if there is one. `details` are facts for programs, of JSON types.
     """
 
     code: ClassVar[str] = "internal"
@@ -240,7 +235,7 @@ class WorkerCrashed(WorkerError):
 
 
 class OutOfMemory(WorkerError):
-    """The device had no room for what was asked, which ended alone. Another attempt, or another worker, may have it."""
+    """The device had no room for one call, which ended alone. Another attempt, or another worker, may have room."""
 
     code, status = "out_of_memory", 507
 
@@ -277,12 +272,12 @@ class InvalidTensor(InternalError):
 
 def by_code() -> dict[str, type[KvshelfError]]:
     """Maps each wire code to its class, so that clients can turn an error envelope back into an exception."""
-    found: dict[str, type[KvshelfError]] = {}
+    classes: dict[str, type[KvshelfError]] = {}
     pending: list[type[KvshelfError]] = [KvshelfError]
     while pending:
         cls = pending.pop()
         pending.extend(cls.__subclasses__())
         if "code" in vars(cls):
-            found[cls.code] = cls
-    found["internal"] = InternalError
-    return found
+            classes[cls.code] = cls
+    classes["internal"] = InternalError
+    return classes

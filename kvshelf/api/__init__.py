@@ -1,11 +1,4 @@
-"""The types of the HTTP API, shared by the service and the clients. Import them from here.
-
-Requests are strict: an unknown field, "3" or true in place of a number, NaN, and a value out of bounds are refused, and
-the error names the field. Responses are parsed leniently, so a client understands a newer service.
-
-Times are Unix seconds, sizes bytes; durations carry `_s` or `_ms`. Each module has one subject; base classes and shared
-fields are in `strict`. Import the types of `openai` and `batches` (in OpenAI's shapes) and of `inspect` from there.
-"""
+"""The types of the HTTP API, shared by the service and the clients: times are Unix seconds, sizes are bytes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""An answer as a value, whole and in pieces: the engine makes it, a replica adds how it was served, and each dialect of
-the API gives it its shape."""
+"""An answer as a value, whole and in pieces, from which each dialect of the API makes its own shape."""
 
 from __future__ import annotations
 
@@ -36,8 +35,8 @@ def rounded(phases: tuple[Phase, ...]) -> dict[str, float]:
 
 
 class Piece(str):
-    """A piece of the text of an answer, as a stream has it. logprobs: of the tokens whose text ends in it; None where
-    nobody asked for them. is_thought: whether it is of the thoughts before the answer."""
+    """A piece of a streamed answer. logprobs: of the tokens whose text ends in it; None if the question asks for none.
+    is_thought: whether it belongs to the thoughts before the answer."""
 
     logprobs: list[Logprob] | None
     is_thought: bool
@@ -50,9 +49,8 @@ class Piece(str):
 
 @dataclass(frozen=True)
 class Guarded:
-    """An answer that was asked again of the full cache. policy: of its cache. group: by the guard's label. below:
-    whether the cache is therefore known to be below the floor. drifts: whether the answers of the policy and group
-    raise an alarm."""
+    """The comparison of an answer with the full cache's. policy: of its cache. group: by the guard's label. below:
+    whether the cache is known to be below the floor. drifts: whether the answers of policy and group raise an alarm."""
 
     policy: str
     group: str
@@ -66,14 +64,12 @@ class Guarded:
 class Served:
     """How a replica answered from the shelf.
 
-    cache_ids: that were asked, one for each of `Answer.sources`; of those that were read, `read_ids`, one for each of
-    `Answer.passages`, the longest is `cache_id`, with its policy and ratio. read_from: "memory", or where the blob was
-    read, as `ArrivingCache.place`; of several caches that of the slowest. phases: load, queue, prefill (up to the first
-    token), decode. The later ones may begin before the last layer is loaded. memory: what happened in the replica's
-    memory for caches since its last answer, as `Residents.take_counts`; guarded: what its guard found since then.
-    suffix_bytes: as of a `Ticket`.
-    stored_cache_id, not_stored: of a question with `store`. remade: caches of the question that were made again for it.
-    linked: to the maker of the cache, where the model that answered is another one.
+    cache_ids: the caches of the question, one for each of `Answer.sources`. read_ids: those that it read, one for each
+    of `Answer.passages`; the longest of them is `cache_id`, with its policy and ratio. read_from: "memory", or
+    `ArrivingCache.place` of the slowest cache. phases: load, queue, prefill (up to the first token), decode. The later
+    ones may begin before the last layer is loaded. memory: `Residents.take_counts` since the replica's last answer;
+    guarded: the comparisons of its guard since then. suffix_bytes: as of a `Ticket`. stored_cache_id, not_stored: of a
+    question with `store`. remade: caches that were made again for it. linked: to the maker, if another model answered.
     """
 
     id: str = ""
@@ -102,11 +98,10 @@ class Served:
 @dataclass(frozen=True)
 class Answer:
     """A finished answer. `token_ids` include the end token where there is one; `text` does not. sources: the part of
-    the question's attention that each document got. passages: of each document a byte for each token, as of
-    `ReadShares`, if asked for. likelihood: of the question's tokens behind the documents, as the logarithm of their
-    probability, if asked for. logprobs: of each token of the text, if asked for. stop: the stop text that ended it, if
-    one did. thought: what the model thought before the text, and tool_calls what it calls behind it, where a replica
-    told them apart."""
+    the question's attention that each document got. stop: the stop text that ended it, if one did. thought, tool_calls:
+    the thoughts before the text and the calls behind it, if a replica told them apart. If the question asks for them:
+    passages, a byte for each token of each document, as of `ReadShares`; likelihood, the logarithm of the probability
+    of the question's tokens behind the documents; logprobs of each token of the text."""
 
     text: str
     token_ids: list[int]
@@ -129,8 +124,7 @@ class Answer:
 
     @property
     def exact(self) -> Literal[False] | None:
-        """False where several documents were read together: none of them saw the others, so the answer is not the one
-        that the model has of all as one text. Of one document nothing is said."""
+        """False if several documents were read: they did not see each other, so it is no answer of all as one text."""
         return False if len(self.served.read_ids or [share for share in self.sources if share]) > 1 else None
 
     def also(self, **served: Any) -> Self:

@@ -1,9 +1,4 @@
-"""The types of POST /v1/messages and its count_tokens: Anthropic's requests and responses, plus `cache_id` and `cache`:
-a stored cache to ask, or how the one that `cache_control` asks for is compressed.
-
-The service accepts Anthropic's fields that it does not support only with a value that changes nothing, and refuses any
-other. `temperature` is 0 by default, as in a query.
-"""
+"""The types of POST /v1/messages and its count_tokens: Anthropic's, plus `cache_id` and `cache` of kvshelf."""
 
 from __future__ import annotations
 
@@ -16,6 +11,7 @@ from kvshelf.api import anthropic_blocks, strict
 from kvshelf.api.creation import CreateCache
 from kvshelf.api.queries import Asking
 from kvshelf.api.shapes import JsonSchema, OfSchema
+from kvshelf.api.strict import misuse
 from kvshelf.api.tools import Tool, ToolAsking, ToolChoice, ToolTurn, require_tools
 
 MAX_MARKS: Final = 4
@@ -74,8 +70,7 @@ class Thinking(strict.RequestBody):
     display: Literal["summarized", "omitted"] | None = None
 
     @property
-    def told(self) -> dict[str, Any]:
-        """Fields of a query."""
+    def query_fields(self) -> dict[str, Any]:
         return {"reasoning_effort": "none" if self.type == "disabled" else "medium"}
 
 
@@ -100,57 +95,54 @@ class CountTokensRequest(strict.RequestBody):
         if isinstance(data, dict) and data.get("thread") is not None:
             # By these details Anthropic's client knows that it must send whole conversations.
             details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
-            raise strict.misuse("thread", "thread is not supported; send the whole conversation", **details)
+            raise misuse("thread", "thread is not supported; send the whole conversation", **details)
         return strict.without_unsupported(data, _ASKS_NOTHING)
 
     @model_validator(mode="after")
     def _conversation_fits(self) -> Self:
         roles = [message.role for message in self.messages]
         if roles[0] != "user" or roles[-1] != "user":
-            raise strict.misuse(
-                "messages", "the first message and the last must be the user's: kvshelf continues no answer"
-            )
+            raise misuse("messages", "the first message and the last must be the user's: kvshelf continues no answer")
         if len(self._marks) > MAX_MARKS:
-            raise strict.misuse(
-                "cache_control", f"{len(self._marks)} blocks have cache_control; at most {MAX_MARKS} may"
-            )
-        calls = any(turn.role == "tool" or turn.tool_calls for turn in self._asked)
+            raise misuse("cache_control", f"{len(self._marks)} blocks have cache_control; at most {MAX_MARKS} may")
+        calls = any(turn.role == "tool" or turn.tool_calls for turn in self._question_turns)
         require_tools(self._tools, self._tool_choice, calls=calls)
         if self._response_format is not None and self._tool_choice not in ("auto", "none"):
             param = OfOutputSchema.PARAM
-            raise strict.misuse(param, f"tool_choice says what the answer must be; leave {param} out")
+            raise misuse(param, f"tool_choice says what the answer must be; leave {param} out")
         return self
 
     @property
     def document(self) -> str | None:
-        """What a cache holds that this request makes or finds; None if it makes none."""
+        """The text of the cache that this request makes or finds; None if it makes none."""
         return anthropic_blocks.joined(self._beginning) or None
 
     @property
     def asking(self) -> Asking:
-        """What is asked, behind the cache if there is one."""
+        """The question, behind the cache if there is one."""
         return self._asking(max_tokens=strict.MAX_TOKENS)
 
-    def _asking(self, **how: Any) -> Asking:
-        """how: the answer is made, as of an `Asking`."""
-        how["response_format"] = self._response_format
-        how |= {} if self.thinking is None else self.thinking.told
+    def _asking(self, **fields: Any) -> Asking:
+        """fields: of an `Asking`, on how the answer is made."""
+        fields["response_format"] = self._response_format
+        fields |= {} if self.thinking is None else self.thinking.query_fields
+        turns = self._question_turns
         if not self.tools:
-            messages = [strict.Message.model_validate(turn.said) for turn in self._asked]
-            return Asking(messages=messages, **how)
+            return Asking(messages=[strict.Message.model_validate(turn.template_fields) for turn in turns], **fields)
         parallel = self.tool_choice is None or not self.tool_choice.disable_parallel_tool_use
-        tools: dict[str, Any] = {"tools": self._tools, "tool_choice": self._tool_choice}
-        return ToolAsking(messages=self._asked, **tools, parallel_tool_calls=parallel, **how)
+        return ToolAsking(
+            messages=turns, tools=self._tools, tool_choice=self._tool_choice, parallel_tool_calls=parallel, **fields
+        )
 
     @property
-    def _asked(self) -> list[ToolTurn]:
+    def _question_turns(self) -> list[ToolTurn]:
         turns = self._turns
         system = anthropic_blocks.blocks_of(self.system)
         if self.cache_id is None:
             turns[0] = ("user", [*system, *turns[0][1]][len(self._beginning) :])
         elif system:
             turns.insert(0, ("system", system))
-        return anthropic_blocks.spoken(turns)
+        return anthropic_blocks.as_turns(turns)
 
     @property
     def _turns(self) -> list[anthropic_blocks.Turn]:
@@ -160,7 +152,7 @@ class CountTokensRequest(strict.RequestBody):
 
     @property
     def _beginning(self) -> list[anthropic_blocks.AnyBlock]:
-        """The blocks that the cache holds which `cache_control` asks for."""
+        """The blocks of the cache that `cache_control` asks for."""
         if self.cache_id is not None or not self._marks:
             return []
         blocks = self._before_question
@@ -173,12 +165,10 @@ class CountTokensRequest(strict.RequestBody):
 
     @property
     def _marks(self) -> list[anthropic_blocks.CacheControl]:
-        blocks = [
-            *anthropic_blocks.blocks_of(self.system),
-            *(block for message in self.messages for block in message.blocks),
-        ]
-        found = [block.cache_control for block in blocks] + [self.cache_control]
-        return [mark for mark in found if mark is not None]
+        blocks = [*anthropic_blocks.blocks_of(self.system)]
+        blocks += [block for message in self.messages for block in message.blocks]
+        marks = [block.cache_control for block in blocks] + [self.cache_control]
+        return [mark for mark in marks if mark is not None]
 
     @property
     def _tools(self) -> list[Tool]:
@@ -192,15 +182,13 @@ class CountTokensRequest(strict.RequestBody):
     def _response_format(self) -> OfSchema | None:
         if self.output_config is None or self.output_config.format is None:
             return None
-        schema = self.output_config.format.schema_
-        return OfOutputSchema(
-            type="json_schema", json_schema=JsonSchema.model_construct(name="output_config", schema_=schema)
-        )
+        schema = JsonSchema.model_construct(name="output_config", schema_=self.output_config.format.schema_)
+        return OfOutputSchema(type="json_schema", json_schema=schema)
 
 
 class MessagesRequest(CountTokensRequest):
-    """Anthropic's body. What is asked is the stored cache `cache_id`, or the beginning of the conversation: the blocks
-    of `system` and of the user's first turn up to the last with `cache_control`, before the question. That is the last
+    """Anthropic's body. It asks the stored cache `cache_id`, or the beginning of the conversation: the blocks of
+    `system` and of the user's first turn up to the last with `cache_control`, before the question, which is the last
     block of this turn. If they have none and a later block does, all blocks before the question count.
 
     The beginning is one document. A later `cache_control`, or that of the body, keeps the turn behind it. All that is
@@ -223,25 +211,25 @@ class MessagesRequest(CountTokensRequest):
         if self.cache_id is None:
             self._require_beginning()
         elif self.cache is not None:
-            raise strict.misuse("cache", "the cache of cache_id is there already; leave cache out")
+            raise misuse("cache", "the cache of cache_id is there already; leave cache out")
         if self.stream and not self.max_tokens:
-            raise strict.misuse("stream", "with max_tokens 0 there is no answer to stream; leave stream out")
+            raise misuse("stream", "with max_tokens 0 there is no answer to stream; leave stream out")
         return self
 
     def _require_beginning(self) -> None:
         if not self._marks:
-            raise strict.misuse(
+            raise misuse(
                 "cache_control",
                 "this service answers from stored caches only: give a long block cache_control, or give cache_id",
             )
         if not self._before_question:
-            raise strict.misuse(
+            raise misuse(
                 "cache_control",
                 "nothing stands before the question, which is the last block of the user's first turn; put the "
                 "document in a block before it",
             )
         if (length := len(anthropic_blocks.joined(self._beginning))) < MIN_CACHED_CHARACTERS:
-            raise strict.misuse(
+            raise misuse(
                 "cache_control",
                 f"what is to be cached has {length} characters, and at least {MIN_CACHED_CHARACTERS} are needed; put "
                 "cache_control on a longer block before the question, which is the last block of the user's first turn",
@@ -249,7 +237,7 @@ class MessagesRequest(CountTokensRequest):
 
     @property
     def _ttl_s(self) -> float | None:
-        """How long what is kept lives from now on. None: nothing is kept."""
+        """Lifetime of all that is kept, from now on. None: nothing is kept."""
         return max((_TTL_S[mark.ttl] for mark in self._marks), default=None)
 
     @property
@@ -329,8 +317,7 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class MessageObject(strict.ResponseBody):
-    """Anthropic's message, plus `cache_id`, the cache that was asked, and `stored_cache_id` or `not_stored` where the
-    turn was to be kept, as of an `AnswerObject`."""
+    """Anthropic's message, plus `cache_id` of the question, and `stored_cache_id` or `not_stored` of a turn to keep."""
 
     id: str
     type: Literal["message"] = "message"

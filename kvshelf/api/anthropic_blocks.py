@@ -1,4 +1,4 @@
-"""What Anthropic's messages consist of: blocks of text, documents, calls of tools and their results; and the tools."""
+"""The blocks of Anthropic's messages: texts, documents, calls of tools and their results; and the tools."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
+from kvshelf.api import tools
 from kvshelf.api.strict import (
+    ONE_OR_LIST,
     AnyFields,
     RequestBody,
     Role,
@@ -15,24 +17,13 @@ from kvshelf.api.strict import (
     ToolName,
     WrittenObject,
     misuse,
-    one_or_list,
+    require_type,
+    type_tag,
     without_unsupported,
-)
-from kvshelf.api.tools import (
-    MAX_TOOLS,
-    CalledFunction,
-    Function,
-    NamedFunction,
-    NamedTool,
-    Tool,
-    ToolCall,
-    ToolChoice,
-    ToolTurn,
 )
 
 BETWEEN_BLOCKS: Final = "\n\n"
-"""Between the texts of two blocks, and between a document and a question behind it: a text reads the same, wherever it
-has cache_control."""
+"""Between two blocks, and between a document and its question: a text reads the same, wherever its cache_control is."""
 
 _ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
     "allowed_callers": (["direct"],),
@@ -110,9 +101,11 @@ class ToolUseBlock(RequestBody):
     cache_control: CacheControl | None = None
 
     @property
-    def call(self) -> ToolCall:
+    def call(self) -> tools.ToolCall:
         """In OpenAI's shape."""
-        return ToolCall(id=self.id, function=CalledFunction.model_construct(name=self.name, arguments=self.input))
+        return tools.ToolCall(
+            id=self.id, function=tools.CalledFunction.model_construct(name=self.name, arguments=self.input)
+        )
 
 
 class ThinkingBlock(RequestBody):
@@ -128,25 +121,14 @@ class ThinkingBlock(RequestBody):
         return self.thinking
 
 
-def _only_text(block: Any) -> Any:
-    return _known(block, ("text",))
-
-
-def _any_known(block: Any) -> Any:
-    return _known(block, ("text", "document", "thinking", "tool_use", "tool_result"))
-
-
-def _known(block: Any, kinds: Sequence[str]) -> Any:
-    if isinstance(block, dict) and (kind := block.get("type")) not in kinds:
-        raise misuse("", f"a block of type {str(kind)!r:.40} is not supported here; send {' or '.join(kinds)}")
-    return block
-
-
 MAX_BLOCKS: Final = 256
+_WHAT: Final = "a block {} here"
 _TextList = Annotated[
-    list[Annotated[TextBlock, BeforeValidator(_only_text)]], Field(max_length=MAX_BLOCKS, fail_fast=True), Tag("(list)")
+    list[Annotated[TextBlock, require_type("text", what=_WHAT)]],
+    Field(max_length=MAX_BLOCKS, fail_fast=True),
+    Tag("(list)"),
 ]
-Texts = Annotated[Annotated[Text, Tag("(one)")] | Annotated[_TextList, Field(min_length=1)], Discriminator(one_or_list)]
+Texts = Annotated[Annotated[Text, Tag("(one)")] | Annotated[_TextList, Field(min_length=1)], ONE_OR_LIST]
 
 
 class ToolResultBlock(RequestBody):
@@ -154,7 +136,7 @@ class ToolResultBlock(RequestBody):
 
     type: Literal["tool_result"]
     tool_use_id: CallId
-    content: Annotated[Annotated[str, Tag("(one)")] | _TextList, Discriminator(one_or_list)] = ""
+    content: Annotated[Annotated[str, Tag("(one)")] | _TextList, ONE_OR_LIST] = ""
     is_error: bool = False
     toolset_name: None = None
     cache_control: CacheControl | None = None
@@ -165,10 +147,6 @@ class ToolResultBlock(RequestBody):
         return f"Error: {text}" if self.is_error else text
 
 
-def _kind(block: Any) -> str:
-    return f"({block.get('type') if isinstance(block, dict) else getattr(block, 'type', None)})"
-
-
 AnyBlock = TextBlock | DocumentBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
 _KnownBlock = (
     Annotated[TextBlock, Tag("(text)")]
@@ -177,7 +155,10 @@ _KnownBlock = (
     | Annotated[ToolUseBlock, Tag("(tool_use)")]
     | Annotated[ToolResultBlock, Tag("(tool_result)")]
 )
-_Block = Annotated[Annotated[_KnownBlock, Discriminator(_kind)], BeforeValidator(_any_known)]
+_Block = Annotated[
+    Annotated[_KnownBlock, Discriminator(type_tag)],
+    require_type("text", "document", "thinking", "tool_use", "tool_result", what=_WHAT),
+]
 _Blocks = Annotated[list[_Block], Field(min_length=1, max_length=MAX_BLOCKS, fail_fast=True), Tag("(list)")]
 
 
@@ -200,7 +181,7 @@ class InputMessage(RequestBody):
     """One turn: a text, or blocks, whose texts the model reads as one."""
 
     role: Literal["user", "assistant"]
-    content: Annotated[Annotated[Text, Tag("(one)")] | _Blocks, Discriminator(one_or_list)]
+    content: Annotated[Annotated[Text, Tag("(one)")] | _Blocks, ONE_OR_LIST]
 
     @model_validator(mode="after")
     def _of_its_role(self) -> Self:
@@ -217,10 +198,10 @@ class InputMessage(RequestBody):
 Turn = tuple[Role, list[AnyBlock]]
 
 
-def spoken(turns: Iterable[Turn]) -> list[ToolTurn]:
-    """The roles and blocks of a conversation as its turns. Results of tools stand in the order of their calls, because
-    a template names no calls. Raises for a call without its result in the next turn, and for a result without call."""
-    found: list[ToolTurn] = []
+def as_turns(turns: Iterable[Turn]) -> list[tools.ToolTurn]:
+    """The turns of a conversation in OpenAI's shape. Results of tools stand in the order of their calls, because a
+    template names no calls. Raises for a call without its result in the next turn, and for a result without call."""
+    converted: list[tools.ToolTurn] = []
     called: list[str] = []
     for role, blocks in turns:
         results = [block for block in blocks if isinstance(block, ToolResultBlock)]
@@ -236,13 +217,17 @@ def spoken(turns: Iterable[Turn]) -> list[ToolTurn]:
                 "messages", "a text stands before a tool_result; the tool_result blocks of a message come first"
             )
         results.sort(key=lambda result: called.index(result.tool_use_id))
-        found += [ToolTurn(role="tool", content=result.plain, tool_call_id=result.tool_use_id) for result in results]
+        converted += [
+            tools.ToolTurn(role="tool", content=item.plain, tool_call_id=item.tool_use_id) for item in results
+        ]
         calls = [block.call for block in blocks if isinstance(block, ToolUseBlock)]
         called = [call.id for call in calls]
         if rest := [block for block in blocks if not isinstance(block, ToolResultBlock)]:
             thought = "".join(block.thinking for block in rest if isinstance(block, ThinkingBlock))
-            found.append(ToolTurn(role=role, content=joined(rest), tool_calls=calls, reasoning_content=thought or None))
-    return found
+            converted.append(
+                tools.ToolTurn(role=role, content=joined(rest), tool_calls=calls, reasoning_content=thought or None)
+            )
+    return converted
 
 
 def _is_of_object(schema: dict[str, Any]) -> dict[str, Any]:
@@ -252,8 +237,8 @@ def _is_of_object(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 class CustomTool(RequestBody):
-    """A tool that the caller's program runs. An `input` that `tool_choice` asks for always fits `input_schema`, so
-    `strict` has no effect. `cache_control` has none either: the tools' text stands behind the cache."""
+    """A tool that the caller's program runs. `strict` has no effect: an `input` that `tool_choice` asks for always fits
+    `input_schema`. Nor has `cache_control`: the tools' text stands behind the cache."""
 
     name: ToolName
     input_schema: Annotated[AnyFields, AfterValidator(_is_of_object)]
@@ -273,13 +258,15 @@ class CustomTool(RequestBody):
         return without_unsupported(data, _ASKS_NOTHING)
 
     @property
-    def plain(self) -> Tool:
+    def plain(self) -> tools.Tool:
         """In OpenAI's shape."""
-        function = Function.model_construct(name=self.name, description=self.description, parameters=self.input_schema)
-        return Tool(type="function", function=function)
+        function = tools.Function.model_construct(
+            name=self.name, description=self.description, parameters=self.input_schema
+        )
+        return tools.Tool(type="function", function=function)
 
 
-CustomTools = Annotated[list[CustomTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+CustomTools = Annotated[list[CustomTool], Field(max_length=tools.MAX_TOOLS, fail_fast=True)]
 
 
 class CustomToolChoice(RequestBody):
@@ -296,8 +283,8 @@ class CustomToolChoice(RequestBody):
         return self
 
     @property
-    def plain(self) -> ToolChoice:
+    def plain(self) -> tools.ToolChoice:
         """In OpenAI's shape."""
         if self.name is not None:
-            return NamedTool(type="function", function=NamedFunction(name=self.name))
+            return tools.NamedTool(type="function", function=tools.NamedFunction(name=self.name))
         return "required" if self.type == "any" else "none" if self.type == "none" else "auto"

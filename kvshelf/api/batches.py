@@ -1,8 +1,4 @@
-"""The types of files and batches, in OpenAI's shapes and with its names, so that its clients work.
-
-Times are whole Unix seconds, as in OpenAI's API. Additions of kvshelf: `paused`, `reused` rows, `progress`, and the
-batch fields that say how to compress its rows.
-"""
+"""The types of files and batches, in OpenAI's shapes with fields of kvshelf added; times are whole Unix seconds."""
 
 from __future__ import annotations
 
@@ -15,15 +11,7 @@ from kvshelf.api.creation import CacheOptions
 from kvshelf.api.strict import MAX_TTL_S, ListBody, QueryString, RequestBody, ResponseBody, misuse
 
 BatchStatus = Literal[
-    "validating",
-    "failed",
-    "in_progress",
-    "paused",
-    "finalizing",
-    "completed",
-    "expired",
-    "cancelling",
-    "cancelled",
+    "validating", "failed", "in_progress", "paused", "finalizing", "completed", "expired", "cancelling", "cancelled"
 ]
 Endpoint = Literal["/v1/caches", "/v1/chat/completions"]
 """What a batch does with each of its rows: compress a document, or answer a question."""
@@ -76,19 +64,18 @@ class CreateBatch(CacheOptions):
     )
     document_timeout_s: Annotated[float, Field(gt=0, le=86400)] = Field(3600.0, description="limit of one attempt")
     priority: Annotated[int, Field(ge=-10, le=10)] = Field(
-        0,
-        description="of your batches, those of the highest run first, and equal ones take turns",
+        0, description="of your batches, those of the highest run first, and equal ones take turns"
     )
 
     @model_validator(mode="after")
     def _options_of_documents(self) -> Self:
-        given = [name for name, value in self.options().items() if value is not None]
-        if self.endpoint != "/v1/caches" and given:
-            raise misuse(given[0], f"{given[0]} is for documents; a question has all of its fields in its own body")
+        option = next((name for name, value in self.options().items() if value is not None), None)
+        if self.endpoint != "/v1/caches" and option is not None:
+            raise misuse(option, f"{option} is for documents; a question has all of its fields in its own body")
         return self
 
     def options(self) -> dict[str, Any]:
-        """The given creation options, as defaults for the rows."""
+        """The creation options of the request, as defaults for the rows."""
         return self.model_dump(mode="json", include=set(CacheOptions.model_fields), exclude_unset=True)
 
 
@@ -138,8 +125,7 @@ class FileDeleted(ResponseBody):
 
 
 class RequestCounts(ResponseBody):
-    """Numbers of rows. `completed` rows have a cache, or an answer; `reused` ones among them already had their cache,
-    at no cost."""
+    """Numbers of rows. `completed` rows have a cache or an answer. `reused` ones of them had their cache already."""
 
     total: int = 0
     completed: int = 0

@@ -1,5 +1,4 @@
-"""The types of stored caches: one cache, lists, updates, imports, deletions, verifications and erasures, whose receipt
-says what went and what stays."""
+"""The types of stored caches: one cache, lists, updates, imports, deletions, verifications and erasures."""
 
 from __future__ import annotations
 
@@ -10,15 +9,16 @@ from pydantic import Field, model_validator
 
 from kvshelf.api import strict
 from kvshelf.api.certificates import CertifiedBy
+from kvshelf.api.strict import misuse
 
 ExportTo = Literal["llama.cpp", "mlx"]
-"""The engines of others that a cache can become a file of."""
+"""The engines whose files a cache can become."""
 
 ExportDtype = Literal["float32", "float16", "bfloat16"]
-"""Of the numbers in such a file."""
+"""The dtype of the numbers in such a file."""
 
 MOST_WARM: Final = 1000
-"""Caches that one call has in memory."""
+"""Most caches that one call reads into memory."""
 
 EXPORT_SUFFIXES: Final[dict[ExportTo, str]] = {"llama.cpp": ".bin", "mlx": ".safetensors"}
 """How the names of those files end."""
@@ -43,10 +43,10 @@ class ByteCounts(strict.ResponseBody):
 
     @property
     def share(self) -> float:
-        """What `stored` takes of `full_16bit`; 0 where nothing is stored."""
+        """The part of `full_16bit` that `stored` is; 0 where nothing is stored."""
         return self.stored / self.full_16bit if self.full_16bit else 0.0
 
-    def told(self, show: Callable[[int], str]) -> str:
+    def describe(self, show: Callable[[int], str]) -> str:
         """For people, with sizes as `show` writes them: `full` too where the model computes in wider numbers."""
         wider = f"; {show(self.full)} in the model's dtype" if self.full > self.full_16bit else ""
         return f"{show(self.stored)}, {self.share:.1%} of {show(self.full_16bit)} uncompressed in 16 bits{wider}"
@@ -90,7 +90,7 @@ class Quality(strict.ResponseBody):
     version: int
 
     @property
-    def told(self) -> str:
+    def text(self) -> str:
         """The agreement with its interval, for people; with the number of cues where there is no interval."""
         if self.agreement is None:
             return f"none: {self.reason}"
@@ -120,8 +120,7 @@ class Tried(strict.ResponseBody):
 
 
 class Recoded(strict.ResponseBody):
-    """A cache that a ladder has coded smaller. `codec`: under which it was made, and of which its id is. `at`: when it
-    was coded last, Unix seconds."""
+    """A cache that a ladder has coded smaller. `codec`: of its creation and id. `at`: Unix seconds of the coding."""
 
     codec: str
     at: float
@@ -140,8 +139,7 @@ class CacheObject(strict.ResponseBody):
     """One stored cache. `existing` is true in the answer to a POST that found the cache on the shelf.
 
     `quality` is its closeness to the full cache, null if not measured. If the cache was chosen among several
-    combinations of policy, ratio and codec, `tried` lists all of them with their results, and `certificate` names the
-    one by which it was chosen.
+    combinations of policy, ratio and codec, `tried` lists their results; `certificate` is what chose it.
     """
 
     id: str
@@ -185,7 +183,7 @@ class CacheObject(strict.ResponseBody):
     existing: bool = False
 
     @property
-    def entries_told(self) -> str:
+    def entries_text(self) -> str:
         """The share of the entries that it keeps, and in which form, for people: beside sizes, because half the entries
         in float32 take as many bytes as all of them in 16 bits."""
         form = self.dtype if self.codec == "none" else self.codec
@@ -201,8 +199,7 @@ class SaidMessage(strict.ResponseBody):
 
 class StoredTurn(strict.ResponseBody):
     """One cache of a conversation or a document that grew: what was appended to its parent, `tokens` of `total_tokens`.
-    `messages`: of a turn that a query stored; null where their text is not kept. `children`: the newest caches that
-    were appended to it, at most 20."""
+    `messages`: of a turn that a query stored; null where their text is not kept. `children`: its 20 newest appends."""
 
     cache_id: str
     parent_id: str | None
@@ -217,8 +214,7 @@ class StoredTurn(strict.ResponseBody):
 
 
 class TurnList(strict.ListBody):
-    """GET /v1/caches/{id}/turns: from the document that was compressed first, as far as it is known, to the cache that
-    was asked for."""
+    """GET /v1/caches/{id}/turns: from the document that was compressed first, as far as known, to this cache."""
 
     data: list[StoredTurn]
 
@@ -295,8 +291,7 @@ class UpdateCache(strict.RequestBody, strict.Renewable):
     """PATCH /v1/caches/{id}: changes the given fields. `labels` replaces all labels.
 
     A pinned cache is never evicted to make room, but it still expires; a guaranteed one does neither before its time.
-    Both count for the budget of promises. `next_use_s` is a hint to the replicas and no
-    property of the cache: no answer shows it.
+    Both count for the budget of promises. `next_use_s` is a hint to the replicas, which no answer shows.
     """
 
     ttl_s: strict.Ttl | None = Field(None, description="seconds from now; null: never expires")
@@ -317,18 +312,18 @@ class UpdateCache(strict.RequestBody, strict.Renewable):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if not self.model_fields_set:
-            raise strict.misuse("", f"nothing to change; give at least one of {', '.join(type(self).model_fields)}")
+            raise misuse("", f"nothing to change; give at least one of {', '.join(type(self).model_fields)}")
         strict.require_one_expiry(self.ttl_s, self.expires_at, ttl_renew=self.ttl_renew)
         if {"ttl_s", "expires_at"} <= self.model_fields_set:
-            raise strict.misuse("expires_at", "give ttl_s or expires_at, not both")
+            raise misuse("expires_at", "give ttl_s or expires_at, not both")
         return self
 
     def changes(self) -> dict[str, Any]:
-        """The given fields, without the hint. A new end of the cache ends an earlier renewal."""
-        found = {name: getattr(self, name) for name in self.model_fields_set - {"next_use_s", "ttl_renew"}}
+        """The fields of the request, without the hint. A new end of the cache ends an earlier renewal."""
+        changes = {name: getattr(self, name) for name in self.model_fields_set - {"next_use_s", "ttl_renew"}}
         if {"ttl_s", "expires_at", "ttl_renew"} & self.model_fields_set:
-            found["ttl_renew_s"] = self.ttl_renew_s
-        return found
+            changes["ttl_renew_s"] = self.ttl_renew_s
+        return changes
 
 
 class WarmCaches(strict.RequestBody):
@@ -348,16 +343,15 @@ class WarmCaches(strict.RequestBody):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if bool(self.cache_ids) == bool(self.labels):
-            raise strict.misuse("cache_ids", "give the caches by cache_ids or by labels, and not by both")
+            raise misuse("cache_ids", "give the caches by cache_ids or by labels, and not by both")
         if self.cache_ids and self.model is not None:
-            raise strict.misuse("model", "model goes with labels; leave it out")
+            raise misuse("model", "model goes with labels; leave it out")
         return self
 
 
 class WarmedReplica(strict.ResponseBody):
     """What one replica of a model has in memory now of the caches: `bytes`, of which it read `read_bytes` for this.
-    `left_out`: those that found no room beside what questions use or are about to, or could not be read to their
-    end."""
+    `left_out`: those without room beside the caches that questions use or await, and those with unreadable bytes."""
 
     replica: str
     model: str = ""
@@ -380,8 +374,7 @@ class RemakeCache(strict.RequestBody):
 
 
 class ImportCache(strict.QueryString, strict.Renewable):
-    """POST /v1/caches/import: properties of the cache; its blob or export is the body. `name` and `labels` have
-    precedence over those of an export."""
+    """POST /v1/caches/import: properties of the cache in the body. `name` and `labels` replace those of an export."""
 
     ttl_s: strict.Ttl | None = Field(None, description="seconds until the cache expires")
     expires_at: strict.ExpiresAt | None = Field(None, description="Unix seconds, instead of ttl_s")
@@ -430,9 +423,7 @@ class CreateErasure(strict.RequestBody):
     @model_validator(mode="after")
     def _of_something(self) -> Self:
         if not self.labels and not self.name and self.tenant is None:
-            raise strict.misuse(
-                "labels", "say what is to be erased: labels, a name, or the tenant for everything of it"
-            )
+            raise misuse("labels", "say what is to be erased: labels, a name, or the tenant for everything of it")
         return self
 
 

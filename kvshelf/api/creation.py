@@ -6,42 +6,17 @@ import datetime
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, Tag, field_validator, model_validator
 
+from kvshelf.api import strict
 from kvshelf.api.certificates import CertificateName
 from kvshelf.api.options import ImageParts, Protecting, has_images, unmarked, without_images
 from kvshelf.api.shapes import TemplateKwargs
-from kvshelf.api.strict import (
-    MAX_EPISODES,
-    MAX_LEVELS,
-    AnyFields,
-    CacheName,
-    CodecText,
-    ErrorBody,
-    ExpiresAt,
-    Guarantee,
-    Labels,
-    LayoutName,
-    MessageList,
-    ModelName,
-    Ratio,
-    Renewable,
-    RequestBody,
-    RequestState,
-    ResponseBody,
-    Text,
-    TokenIds,
-    Ttl,
-    misuse,
-    one_of,
-    require_one_document,
-    require_one_expiry,
-)
+from kvshelf.api.strict import misuse
 
 DEFAULT_POLICY = "full"
 DEFAULT_CODEC = "int8"
-"""Of a creation that says neither how much to keep nor how. It loses least on real documents: see
-docs/internals/probe.md."""
+"""Of a creation without size and policy. It loses least on real documents: see docs/internals/probe.md."""
 
 REMOVING_POLICY = "keydiff"
 """Of a creation that says how much to remove, but no policy."""
@@ -49,50 +24,41 @@ REMOVING_POLICY = "keydiff"
 _REMOVALS = ("compression_ratio", "budget_tokens", "levels", "policy_params")
 
 
-def default_policy(given: Mapping[str, Any]) -> str:
-    """The policy where none is named, from the other fields of a creation: one that removes entries only where they ask
-    for it, and "auto" where a certificate chooses."""
-    if given.get("certificate") is not None:
+def default_policy(fields: Mapping[str, Any]) -> str:
+    """The policy where none is named: one that removes entries only if `fields` of the creation ask for it."""
+    if fields.get("certificate") is not None:
         return "auto"
-    return REMOVING_POLICY if _removes(given) else DEFAULT_POLICY
+    return REMOVING_POLICY if _removes(fields) else DEFAULT_POLICY
 
 
-def default_codec(given: Mapping[str, Any]) -> str:
-    """The codec where none is named. A policy that is named stores numbers as the model makes them: its caches keep
-    the ids that they had before there was another default."""
-    return "none" if given.get("policy") is not None or _removes(given) else DEFAULT_CODEC
+def default_codec(fields: Mapping[str, Any]) -> str:
+    """The codec where none is named. A policy that is named stores numbers as the model makes them."""
+    return "none" if fields.get("policy") is not None or _removes(fields) else DEFAULT_CODEC
 
 
-def _removes(given: Mapping[str, Any]) -> bool:
-    return any(given.get(name) not in (None, {}) for name in _REMOVALS)
+def _removes(fields: Mapping[str, Any]) -> bool:
+    return any(fields.get(name) not in (None, {}) for name in _REMOVALS)
 
 
 CHOSEN_BY_AUTO = {"policy_params", "compression_ratio", "budget_tokens", "codec", "levels", "expected_questions"}
 """Fields that the policy "auto" chooses itself."""
 
 
-class LevelOptions(RequestBody):
+class LevelOptions(strict.RequestBody):
     """One of several levels: how much is removed, and the codec, by default that of the request."""
 
-    compression_ratio: Ratio
-    codec: CodecText | None = None
+    compression_ratio: strict.Ratio
+    codec: strict.CodecText | None = None
 
 
-def _kind(level: object) -> str:
-    return "(options)" if isinstance(level, dict | LevelOptions) else "(ratio)"
-
-
-# Tagged by form, so that an error is about the form that was given; paths leave tags in parentheses out.
-Level = Annotated[Annotated[Ratio, Tag("(ratio)")] | Annotated[LevelOptions, Tag("(options)")], Discriminator(_kind)]
-
-
-def _how_kept(source: object) -> str:
-    return "(form)" if isinstance(source, str) else "(flag)"
-
-
-KeepSource = Annotated[
-    Annotated[bool, Tag("(flag)")] | Annotated[Literal["tokens"], Tag("(form)")], Discriminator(_how_kept)
+Level = Annotated[
+    Annotated[strict.Ratio, Tag("(ratio)")] | Annotated[LevelOptions, Tag("(options)")],
+    strict.by_form(dict | LevelOptions, "(options)", "(ratio)"),
 ]
+
+_FLAG_OR_FORM = strict.by_form(str, "(form)", "(flag)")
+
+KeepSource = Annotated[Annotated[bool, Tag("(flag)")] | Annotated[Literal["tokens"], Tag("(form)")], _FLAG_OR_FORM]
 """Whether the source of a cache is kept: true for the text, or the token ids alone."""
 
 
@@ -104,29 +70,27 @@ def _day(date: str) -> str:
 
 
 Measured = Annotated[
-    Annotated[Literal[False], Tag("(flag)")] | Annotated[Literal["full", "fast"], Tag("(form)")],
-    Discriminator(_how_kept),
+    Annotated[Literal[False], Tag("(flag)")] | Annotated[Literal["full", "fast"], Tag("(form)")], _FLAG_OR_FORM
 ]
 """How the quality of a cache is measured: "full", "fast", or false for not at all."""
 
 
-class CacheOptions(Protecting, Renewable):
-    """How to compress and store a document, without the document.
+class CacheOptions(Protecting, strict.Renewable):
+    """How to compress and store a document, without the document. See `CreateCache`."""
 
-    `compression_ratio` is the fraction of entries REMOVED, `budget_tokens` the mean number of entries kept per layer
-    and KV head; a policy that removes entries removes half without either. A creation that names neither a policy nor
-    what to remove keeps all entries, under the codec int8.
-    """
-
-    model: ModelName | None = Field(None, description="one of /v1/models; default: the first one")
-    adapter: ModelName | None = Field(None, description="one of the service's LoRA adapters, a model by its own name")
-    layout: LayoutName | None = Field(None, description="default: chat if the model has a chat template, else plain")
-    policy_params: AnyFields = Field(default_factory=dict, max_length=64)
-    compression_ratio: Ratio | None = Field(None, description="fraction of the entries to REMOVE, such as 0.75")
+    model: strict.ModelName | None = Field(None, description="one of /v1/models; default: the first one")
+    adapter: strict.ModelName | None = Field(
+        None, description="one of the service's LoRA adapters, a model by its own name"
+    )
+    layout: strict.LayoutName | None = Field(
+        None, description="default: chat if the model has a chat template, else plain"
+    )
+    policy_params: strict.AnyFields = Field(default_factory=dict, max_length=64)
+    compression_ratio: strict.Ratio | None = Field(None, description="fraction of the entries to REMOVE, such as 0.75")
     budget_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
         None, description="entries to keep per layer and head, instead of a ratio"
     )
-    levels: Annotated[list[Level], Field(min_length=1, max_length=MAX_LEVELS, fail_fast=True)] | None = Field(
+    levels: Annotated[list[Level], Field(min_length=1, max_length=strict.MAX_LEVELS, fail_fast=True)] | None = Field(
         None, description="several compression ratios, or ratios with codecs: one cache each, all from one prefill"
     )
     certificate: CertificateName | None = Field(
@@ -139,7 +103,7 @@ class CacheOptions(Protecting, Renewable):
         description="one of /v1/policies; auto chooses policy, ratio and codec for the document; default: full, and "
         "keydiff with a ratio, a budget, levels or parameters",
     )
-    codec: CodecText = Field(
+    codec: strict.CodecText = Field(
         "none",
         description="one of none, int8, int4, int2, mixed, klt and lossless, with parameters if any: int4:group=64, "
         "klt:step=2,steps=kl; default: none; int8 without a policy, a ratio, a budget, levels and parameters",
@@ -162,7 +126,7 @@ class CacheOptions(Protecting, Renewable):
         description="how the quality of the cache is measured: full by 150 cues, fast by as many as take half the time "
         "of the prefill at most, false not at all; default: as the service is set, and full with a floor or a size",
     )
-    expected_questions: Annotated[list[Text], Field(fail_fast=True)] = Field(
+    expected_questions: Annotated[list[strict.Text], Field(fail_fast=True)] = Field(
         default_factory=list, max_length=256, description="questions for the policies that score by the prompt's end"
     )
     chat_template_kwargs: TemplateKwargs | None = Field(
@@ -175,19 +139,19 @@ class CacheOptions(Protecting, Renewable):
         description="the day that the model's chat template is told, YYYY-MM-DD; default: that of the document's first "
         "cache, or today",
     )
-    ttl_s: Ttl | None = Field(None, description="seconds until the cache expires")
-    expires_at: ExpiresAt | None = Field(None, description="Unix seconds, instead of ttl_s")
+    ttl_s: strict.Ttl | None = Field(None, description="seconds until the cache expires")
+    expires_at: strict.ExpiresAt | None = Field(None, description="Unix seconds, instead of ttl_s")
     ttl_renew: bool = Field(False, description="each question moves the end of the cache to ttl_s from then")
-    guaranteed_until: Guarantee | None = Field(
+    guaranteed_until: strict.Guarantee | None = Field(
         None, description="Unix seconds, at most those of its end: it is never evicted before, within the budget"
     )
-    labels: Labels = Field(default_factory=dict)
+    labels: strict.Labels = Field(default_factory=dict)
     keep_source: KeepSource = Field(
         False,
         description="keep what the cache is made from, so that on_miss=recompute makes it again when it is lost: true "
         "for the text, or the messages as JSON; tokens for the token ids alone",
     )
-    source_ttl_s: Ttl | None = Field(
+    source_ttl_s: strict.Ttl | None = Field(
         None,
         description="with keep_source: seconds until the source expires, before or after its cache; default: the "
         "lifetime that the shelf gives, or until the cache is deleted",
@@ -218,7 +182,7 @@ class CacheOptions(Protecting, Renewable):
             raise misuse("bytes_per_token", "give max_bytes or bytes_per_token, not both")
         if self.source_ttl_s is not None and not self.keep_source:
             raise misuse("source_ttl_s", "source_ttl_s is the lifetime of a kept source; give keep_source with it")
-        require_one_expiry(self.ttl_s, self.expires_at, ttl_renew=self.ttl_renew)
+        strict.require_one_expiry(self.ttl_s, self.expires_at, ttl_renew=self.ttl_renew)
         return self
 
     def _require_certified(self) -> None:
@@ -233,10 +197,12 @@ class CacheOptions(Protecting, Renewable):
         """Compression ratio and codec of each level, or those of the one cache."""
         if self.levels is None:
             return [(self.compression_ratio, self.codec)]
-        each = [
-            level if isinstance(level, LevelOptions) else LevelOptions(compression_ratio=level) for level in self.levels
+        return [
+            (level.compression_ratio, level.codec or self.codec)
+            if isinstance(level, LevelOptions)
+            else (level, self.codec)
+            for level in self.levels
         ]
-        return [(level.compression_ratio, level.codec or self.codec) for level in each]
 
     @property
     def chooses(self) -> bool:
@@ -245,7 +211,7 @@ class CacheOptions(Protecting, Renewable):
         return self.policy == "auto" or any(target is not None for target in targets)
 
 
-class SplitOptions(RequestBody):
+class SplitOptions(strict.RequestBody):
     """How a document is split into parts.
 
     The end of each part, at least `overlap_tokens`, is also the beginning of the next. `max_tokens` counts the tokens
@@ -262,18 +228,16 @@ class SplitOptions(RequestBody):
     )
 
 
-def _how_split(split: object) -> str:
-    return "(options)" if isinstance(split, dict | SplitOptions) else "(flag)"
-
-
-Split = Annotated[Annotated[bool, Tag("(flag)")] | Annotated[SplitOptions, Tag("(options)")], Discriminator(_how_split)]
+Split = Annotated[
+    Annotated[bool, Tag("(flag)")] | Annotated[SplitOptions, Tag("(options)")],
+    strict.by_form(dict | SplitOptions, "(options)", "(flag)"),
+]
 
 PART_LABELS = ("part", "split")
-"""Labels that a split sets itself: the number of a part, such as 2/5, and what the parts of one split share."""
-
+"""Labels that a split sets: the number of a part, such as 2/5, and what the parts of one split share."""
 
 EPISODE_LABELS = ("episode", "episodes")
-"""Labels that episodes set: the number of one, such as 2/4, and what those of one document share."""
+"""Labels that episodes set: the number of an episode, such as 2/4, and what those of one document share."""
 
 _OF_EPISODES = ("probe", "centroid")
 """Parameters of policy epicache that a creation with episodes sets itself."""
@@ -282,11 +246,10 @@ EPISODES_POLICY = "epicache"
 """The policy of a creation with episodes."""
 
 
-class EpisodeOptions(RequestBody):
-    """How many episodes a conversation is taken to have. Each gets a cache of the whole document, of the whole budget:
-    `count` times the bytes."""
+class EpisodeOptions(strict.RequestBody):
+    """The number of episodes of a conversation. Each has a cache of the whole document, and of the whole budget."""
 
-    count: Annotated[int, Field(ge=1, le=MAX_EPISODES)] = 4
+    count: Annotated[int, Field(ge=1, le=strict.MAX_EPISODES)] = 4
 
 
 class CreateCache(CacheOptions):
@@ -297,7 +260,7 @@ class CreateCache(CacheOptions):
     what to remove keeps all entries, under the codec int8.
     """
 
-    model_config = ConfigDict(json_schema_extra=one_of(document="string", messages="array", token_ids="array"))
+    model_config = ConfigDict(json_schema_extra=strict.one_of(document="string", messages="array", token_ids="array"))
 
     document: str | None = Field(
         None,
@@ -308,18 +271,17 @@ class CreateCache(CacheOptions):
         default_factory=list,
         description="PNG or JPEG files in base64, each before the character `at` of the document, for models that see",
     )
-    messages: MessageList | None = Field(None, description="a conversation prefix, for chat models")
-    token_ids: TokenIds | None = Field(None, description="the document as token ids of the model")
+    messages: strict.MessageList | None = Field(None, description="a conversation prefix, for chat models")
+    token_ids: strict.TokenIds | None = Field(None, description="the document as token ids of the model")
     tokenizer: Annotated[str, Field(max_length=128)] | None = Field(
         None, description="with token_ids: digest of their tokenizer, from /v1/models; a different one is refused"
     )
-    name: CacheName = ""
+    name: strict.CacheName = ""
     split: Split = Field(
         False,
         description="make one cache for each part of the text, however long it is; the parts share the labels "
         "`document` (the name) and `split`, and have `part` (2/5)",
     )
-
     episodes: EpisodeOptions | None = Field(
         None,
         description="make one cache for each episode of a conversation, by policy epicache; they share the label "
@@ -329,7 +291,7 @@ class CreateCache(CacheOptions):
     @model_validator(mode="before")
     @classmethod
     def _settled(cls, data: Any) -> Any:
-        """What is not said and follows from what is."""
+        """With the policy or the codec that follows from the other fields."""
         data = without_marks(data)
         if not isinstance(data, dict) or data.get("policy") is not None:
             return data
@@ -341,7 +303,7 @@ class CreateCache(CacheOptions):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        require_one_document(self)
+        strict.require_one_document(self)
         if self.images:
             self._require_seen_whole()
         if self.episodes is not None:
@@ -406,7 +368,7 @@ class CreateCache(CacheOptions):
         return SplitOptions() if self.split else None
 
 
-class AppendCache(Protecting, Renewable):
+class AppendCache(Protecting, strict.Renewable):
     """POST /v1/caches/{id}/append: more of a document, read behind its cache. Exactly one of `document` (a text, which
     goes on where the document ends), `messages` (whole turns) and `token_ids` is required.
 
@@ -417,30 +379,30 @@ class AppendCache(Protecting, Renewable):
     of what is appended; what was protected before stays so.
     """
 
-    model_config = ConfigDict(json_schema_extra=one_of(document="string", messages="array", token_ids="array"))
+    model_config = ConfigDict(json_schema_extra=strict.one_of(document="string", messages="array", token_ids="array"))
 
     document: str | None = Field(None, description="text; special tokens in it are plain text")
-    messages: MessageList | None = Field(None, description="turns behind a document or a conversation")
-    token_ids: TokenIds | None = Field(None, description="token ids of the model")
+    messages: strict.MessageList | None = Field(None, description="turns behind a document or a conversation")
+    token_ids: strict.TokenIds | None = Field(None, description="token ids of the model")
     tokenizer: Annotated[str, Field(max_length=128)] | None = Field(
         None, description="with token_ids: digest of their tokenizer, from /v1/models; a different one is refused"
     )
     policy: Annotated[str, Field(min_length=1, max_length=64)] | None = Field(
         None, description="one of /v1/policies; default: that of the cache"
     )
-    policy_params: AnyFields = Field(default_factory=dict, max_length=64)
-    compression_ratio: Ratio | None = Field(None, description="fraction of the entries to REMOVE, such as 0.75")
+    policy_params: strict.AnyFields = Field(default_factory=dict, max_length=64)
+    compression_ratio: strict.Ratio | None = Field(None, description="fraction of the entries to REMOVE, such as 0.75")
     budget_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
         None, description="entries to keep per layer and head, instead of a ratio"
     )
-    expected_questions: Annotated[list[Text], Field(fail_fast=True)] = Field(
+    expected_questions: Annotated[list[strict.Text], Field(fail_fast=True)] = Field(
         default_factory=list, max_length=256, description="questions for the policies that score by the prompt's end"
     )
-    ttl_s: Ttl | None = Field(None, description="seconds until the new cache expires")
-    expires_at: ExpiresAt | None = Field(None, description="Unix seconds, instead of ttl_s")
+    ttl_s: strict.Ttl | None = Field(None, description="seconds until the new cache expires")
+    expires_at: strict.ExpiresAt | None = Field(None, description="Unix seconds, instead of ttl_s")
     ttl_renew: bool = Field(False, description="each question moves the end of the cache to ttl_s from then")
-    labels: Labels = Field(default_factory=dict)
-    name: CacheName = ""
+    labels: strict.Labels = Field(default_factory=dict)
+    name: strict.CacheName = ""
 
     @model_validator(mode="before")
     @classmethod
@@ -451,20 +413,19 @@ class AppendCache(Protecting, Renewable):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        require_one_document(self)
+        strict.require_one_document(self)
         if self.policy == "auto":
             raise misuse("policy", 'the policy "auto" chooses for a whole document; name a policy')
         if self.compression_ratio is not None and self.budget_tokens is not None:
             raise misuse("budget_tokens", "give compression_ratio or budget_tokens, not both")
         if self.tokenizer is not None and self.token_ids is None:
             raise misuse("tokenizer", "tokenizer belongs to token_ids; leave it out")
-        require_one_expiry(self.ttl_s, self.expires_at, ttl_renew=self.ttl_renew)
+        strict.require_one_expiry(self.ttl_s, self.expires_at, ttl_renew=self.ttl_renew)
         return self
 
 
 def without_marks(data: Any) -> Any:
-    """The fields of a creation with blocks of text as plain text: those that were marked are rules of `protect`, and
-    images among them are `images`."""
+    """The fields of a creation with plain text for blocks: marks become rules of `protect`, images `images`."""
     if not isinstance(data, dict):
         return data
     if has_images(data.get("document")):
@@ -475,8 +436,8 @@ def without_marks(data: Any) -> Any:
     document, messages, rules = unmarked(data.get("document"), data.get("messages"))
     if document is data.get("document") and not rules and messages == data.get("messages"):
         return data
-    told = {"document": document, "messages": messages}
-    plain = data | {name: value for name, value in told.items() if name in data}
+    texts = {"document": document, "messages": messages}
+    plain = data | {name: value for name, value in texts.items() if name in data}
     return plain | ({"protect": [*(data.get("protect") or ()), *rules]} if rules else {})
 
 
@@ -490,12 +451,12 @@ class Estimate(CreateCache):
     policy: Annotated[str, Field(min_length=1, max_length=64)] | None = Field(  # type: ignore[assignment]  # wider
         None, description="one of /v1/policies, or auto; default: all of them"
     )
-    codec: CodecText | None = Field(None, description="as in a creation; default: all codecs")  # type: ignore[assignment]
+    codec: strict.CodecText | None = Field(None, description="as in a creation; default: all codecs")  # type: ignore[assignment]
 
     @model_validator(mode="before")
     @classmethod
     def _settled(cls, data: Any) -> Any:
-        """An estimate without a policy is of all of them, and not of the default."""
+        """Without a policy: an estimate is then of all of them."""
         return without_marks(data)
 
     @model_validator(mode="after")
@@ -509,7 +470,7 @@ class Estimate(CreateCache):
         return self
 
 
-class RequestObject(ResponseBody):
+class RequestObject(strict.ResponseBody):
     """A background request. `cache_id` is set when it is done, `error` when it has failed.
 
     `cache_ids` has one id per level, in their order; `cache_id` is the first.
@@ -517,16 +478,16 @@ class RequestObject(ResponseBody):
 
     id: str
     object: Literal["cache.request"] = "cache.request"
-    state: RequestState
+    state: strict.RequestState
     cache_id: str | None = None
     cache_ids: list[str] = Field(default_factory=list)
     attempts: int = 0
-    error: ErrorBody | None = None
+    error: strict.ErrorBody | None = None
     created_at: float | None = None
     updated_at: float | None = None
 
 
-class CreationProgress(ResponseBody):
+class CreationProgress(strict.ResponseBody):
     """An event of a creation that is watched (`Accept: text/event-stream`).
 
     `prefill` counts layers, each of which the policy reduces at once; `quality` and `store` count caches. `seconds`
@@ -542,7 +503,7 @@ class CreationProgress(ResponseBody):
     part: str | None = None
 
 
-class PolicyEstimate(ResponseBody):
+class PolicyEstimate(strict.ResponseBody):
     """Estimate for one policy. `kept` entries stay per layer and KV head; `bytes_stored` is the blob's size by codec.
 
     `compress_share` is what the policy adds to a prefill that keeps everything, as a share of its time, measured on
@@ -562,7 +523,7 @@ class PolicyEstimate(ResponseBody):
     refused: str | None = None
 
 
-class EstimateObject(ResponseBody):
+class EstimateObject(strict.ResponseBody):
     """Estimated cost of a creation. `tokens`, `bytes_full` (the uncompressed KV cache) and
     `bytes_full_16bit` (the same in 16-bit numbers) are exact.
 
@@ -571,7 +532,7 @@ class EstimateObject(ResponseBody):
 
     object: Literal["estimate"] = "estimate"
     model: str
-    layout: LayoutName
+    layout: strict.LayoutName
     tokens: int
     bytes_full: int
     bytes_full_16bit: int

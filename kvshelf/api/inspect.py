@@ -1,5 +1,4 @@
-"""The types of `/v1/caches/{id}/kept` and `/prompt`: which tokens of a document a cache kept, and which a question
-builds."""
+"""The types of `/v1/caches/{id}/kept` and `/prompt`: the tokens that a cache kept, and those of a question's prompt."""
 
 from __future__ import annotations
 
@@ -12,8 +11,7 @@ from kvshelf.api.strict import MessageList, RequestBody, ResponseBody, TokenIds,
 
 
 class KeptOf(RequestBody):
-    """POST /v1/caches/{id}/kept: the original document of the cache. Exactly one of `document`, `messages` and
-    `token_ids`."""
+    """POST /v1/caches/{id}/kept: the cache's document. Exactly one of `document`, `messages` and `token_ids`."""
 
     model_config = ConfigDict(json_schema_extra=one_of(document="string", messages="array", token_ids="array"))
 

@@ -1,10 +1,4 @@
-"""The types of POST /v1/chat/completions: OpenAI's request and response, plus `cache_id` or `cache_ids`, and `sources`.
-What its request has in common with that of `responses`, too.
-
-The service accepts OpenAI's fields that it does not support only with a value that changes nothing (penalties of 0) and
-refuses any other value, rather than ignore it. Two defaults differ from OpenAI's: `temperature` is 0, as in a query,
-and an answer ends after 256 tokens.
-"""
+"""The types of POST /v1/chat/completions, and the base of its request and that of `responses`."""
 
 from __future__ import annotations
 
@@ -12,13 +6,14 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import ConfigDict, Field, Tag, model_validator
 
 from kvshelf.api import shapes, strict
 from kvshelf.api.anthropic import MIN_CACHED_CHARACTERS, CompressionChoice
 from kvshelf.api.anthropic_blocks import BETWEEN_BLOCKS
 from kvshelf.api.creation import CreateCache
-from kvshelf.api.queries import Asking, AskShelf, Linked, Remade, Source, require_storable
+from kvshelf.api.queries import Asking, AskShelf, Linked, Remade, Source
+from kvshelf.api.strict import misuse
 from kvshelf.api.tools import (
     MAX_TOOLS,
     ToolAsking,
@@ -34,7 +29,7 @@ DEFAULT_MAX_TOKENS = 256
 ChatReason = strict.FinishReason | Literal["tool_calls"]
 
 MAX_MARKS: Final = 4
-"""Parts of a request with a breakpoint."""
+"""Most parts of a request with a breakpoint."""
 _TTL_S: Final = {"30m": 1800.0, "12h": 43200.0}
 _SYSTEM: Final = ("system", "developer")
 
@@ -51,7 +46,6 @@ _ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
 }
 """OpenAI's unsupported fields, each with the values besides null that change nothing."""
 
-
 CacheTtl = Literal["30m", "12h"]
 
 
@@ -63,8 +57,7 @@ class Breakpoint(strict.RequestBody):
 
 
 class PromptCacheOptions(strict.RequestBody):
-    """`ttl`: how long what a breakpoint makes lives from its last use on. `mode` has no effect: a cache is made for a
-    breakpoint alone."""
+    """`ttl`: the lifetime of a breakpoint's cache from its last use on. `mode` has no effect."""
 
     mode: Literal["implicit", "explicit"] = "implicit"
     ttl: CacheTtl = "30m"
@@ -81,11 +74,11 @@ _Parts = Annotated[list[TextPart], Field(min_length=1, max_length=256, fail_fast
 
 class ChatMessage(strict.RequestBody):
     """One turn. `content` is text or OpenAI's list of text parts, joined without separator. `developer` is OpenAI's
-    newer name of the role `system`. `reasoning_content`: thoughts of an earlier answer, which the model's chat template
-    writes or leaves out."""
+    newer name of the role `system`. `reasoning_content`: thoughts of an earlier answer, for the model's chat template.
+    """
 
     role: strict.Role | Literal["developer", "tool"]
-    content: Annotated[Annotated[str, Tag("(one)")] | _Parts, Discriminator(strict.one_or_list)] | None = None
+    content: Annotated[Annotated[str, Tag("(one)")] | _Parts, strict.ONE_OR_LIST] | None = None
     tool_calls: Annotated[list[ToolCall], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_call_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     reasoning_content: str | None = None
@@ -97,15 +90,11 @@ class ChatMessage(strict.RequestBody):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.tool_calls is not None and self.role != "assistant":
-            raise strict.misuse(
-                "messages", f"tool_calls are of role assistant, and this message is of role {self.role}"
-            )
+            raise misuse("messages", f"tool_calls are of role assistant, and this message is of role {self.role}")
         if self.content is None and self.tool_calls is None:
-            raise strict.misuse(
-                "messages", "a message needs a content; only an assistant's with tool_calls may have none"
-            )
+            raise misuse("messages", "a message needs a content; only an assistant's with tool_calls may have none")
         if self.role == "tool" and self.tool_call_id is None:
-            raise strict.misuse("messages", "a message of role tool needs the tool_call_id that it answers")
+            raise misuse("messages", "a message of role tool needs the tool_call_id that it answers")
         return self
 
     @property
@@ -162,26 +151,22 @@ class OpenAIRequest(AskShelf):
     def _about_caches(self) -> Self:
         if self.cache_ids is not None:
             strict.require_each_once(self.cache_ids)
-        given = [name for name in self.NAMES_CACHE if getattr(self, name) is not None]
-        if not given and not self._has_beginning:
+        names = [name for name in self.NAMES_CACHE if getattr(self, name) is not None]
+        if not names and not self._has_beginning:
             needed = " or ".join(self.NAMES_CACHE)
-            raise strict.misuse("cache_id", f"{needed} is needed: this service answers from stored caches only")
-        if len(given) > 1:
-            raise strict.misuse(given[1], f"give {given[0]} or {given[1]}, not both")
+            raise misuse("cache_id", f"{needed} is needed: this service answers from stored caches only")
+        if len(names) > 1:
+            raise misuse(names[1], f"give {names[0]} or {names[1]}, not both")
         if self.store and self.cache_ids is not None:
-            raise strict.misuse("store", "an answer is kept behind one cache; leave store out, or give cache_id")
-        require_storable(
-            store=self.store, ttl_s=self.ttl_s, ttl_renew=self.ttl_renew, select=self.select, suffix=self.suffix
-        )
+            raise misuse("store", "an answer is kept behind one cache; leave store out, or give cache_id")
+        self.require_storable()
         if self.select is not None and self.select.passages:
-            raise strict.misuse(
-                "select.passages", "this answer has no passages; ask POST /v1/caches/{id}/query instead"
-            )
+            raise misuse("select.passages", "this answer has no passages; ask POST /v1/caches/{id}/query instead")
         return self
 
     @property
     def _has_beginning(self) -> bool:
-        """Whether the conversation itself has what is cached."""
+        """Whether the conversation itself begins with the document to cache."""
         return False
 
     @property
@@ -192,8 +177,7 @@ class OpenAIRequest(AskShelf):
     def _asking(
         self, messages: Sequence[Any], max_tokens: int, kind: type[Asking] = Asking, *, store: bool, **more: Any
     ) -> Asking:
-        told = {name: getattr(self, name) for name in AskShelf.model_fields}
-        fields = {name: value for name, value in told.items() if value is not None}
+        fields = {name: value for name in AskShelf.model_fields if (value := getattr(self, name)) is not None}
         fields["conversation"] = self._conversation
         return kind(messages=list(messages), max_tokens=max_tokens, **fields | {"store": store}, **more)
 
@@ -240,14 +224,14 @@ class ChatCompletionRequest(OpenAIRequest):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise strict.misuse("max_completion_tokens", "give max_tokens or max_completion_tokens, not both")
+            raise misuse("max_completion_tokens", "give max_tokens or max_completion_tokens, not both")
         if self.stream_options is not None and not self.stream:
-            raise strict.misuse("stream_options", "stream_options is only allowed with stream: true")
+            raise misuse("stream_options", "stream_options is only allowed with stream: true")
         shapes.require_one_shape(self)
         shapes.require_logprobs(self)
         for name in ("store", "tool"):
             if (self.n or 1) > 1 and getattr(self, name):
-                raise strict.misuse("n", f"{name} is of one answer; leave n out")
+                raise misuse("n", f"{name} is of one answer; leave n out")
         return self
 
     @property
@@ -260,22 +244,22 @@ class ChatCompletionRequest(OpenAIRequest):
         return self.conversation or super()._conversation
 
     @property
-    def _asked(self) -> list[ChatMessage]:
+    def _question_messages(self) -> list[ChatMessage]:
         return self.messages
 
     @property
     def asking(self) -> Asking:
         """The question that the body asks."""
         limit = self.max_completion_tokens or self.max_tokens or DEFAULT_MAX_TOKENS
-        own: dict[str, Any] = {}
+        tools: dict[str, Any] = {}
         if self.tools is not None:
             parallel = self.parallel_tool_calls is not False
-            own = {"tools": self.tools, "tool_choice": self.tool_choice or "auto", "parallel_tool_calls": parallel}
+            tools = {"tools": self.tools, "tool_choice": self.tool_choice or "auto", "parallel_tool_calls": parallel}
         return self._asking(
-            [message.turn() if own else message.plain() for message in self._asked],
+            [message.turn() if tools else message.plain() for message in self._question_messages],
             limit,
-            ToolAsking if own else Asking,
-            **own,
+            ToolAsking if tools else Asking,
+            **tools,
             store=bool(self.store),
             response_format=self.response_format,
             grammar=self.grammar,
@@ -311,23 +295,21 @@ class MarkedCompletionRequest(ChatCompletionRequest):
     @model_validator(mode="after")
     def _begins_with_a_document(self) -> Self:
         if self.prewarm and self.stream:
-            raise strict.misuse("stream", "with prewarm there is no answer to stream; leave stream out")
+            raise misuse("stream", "with prewarm there is no answer to stream; leave stream out")
         if self.cache_id is not None or self.cache_ids is not None:
             if self.cache is not None:
-                raise strict.misuse("cache", "the cache of cache_id is there already; leave cache out")
+                raise misuse("cache", "the cache of cache_id is there already; leave cache out")
             return self
         if self.workflow is not None:
-            raise strict.misuse(
-                "workflow", "a step of a workflow asks caches that are there; give cache_id or cache_ids"
-            )
+            raise misuse("workflow", "a step of a workflow asks caches that are there; give cache_id or cache_ids")
         if len(self._marks) > MAX_MARKS:
-            raise strict.misuse(
+            raise misuse(
                 "prompt_cache_breakpoint",
                 f"{len(self._marks)} parts have a prompt_cache_breakpoint; at most {MAX_MARKS} may",
             )
         length = len(self.document or "")
         if length < MIN_CACHED_CHARACTERS:
-            raise strict.misuse(
+            raise misuse(
                 "prompt_cache_breakpoint",
                 f"what is to be cached has {length} characters, and at least {MIN_CACHED_CHARACTERS} are needed; put "
                 "the document, and its prompt_cache_breakpoint, into a part before the question, which is the last "
@@ -342,14 +324,14 @@ class MarkedCompletionRequest(ChatCompletionRequest):
 
     @property
     def document(self) -> str | None:
-        """What the cache holds that this request makes or finds; None where it names caches."""
+        """The text of the cache that this request makes or finds; None where it names caches."""
         if self.cache_id is not None or self.cache_ids is not None:
             return None
-        kept = self._kept_parts
+        count = self._kept_parts
         texts = []
         for message in self._beginning:
-            texts.append("".join(part.text for part in message.parts[:kept]))
-            kept = max(kept - len(message.parts), 0)
+            texts.append("".join(part.text for part in message.parts[:count]))
+            count = max(count - len(message.parts), 0)
         return BETWEEN_BLOCKS.join(text for text in texts if text)
 
     @property
@@ -371,7 +353,7 @@ class MarkedCompletionRequest(ChatCompletionRequest):
 
     @property
     def may_be_refused(self) -> bool:
-        """Whether the question asks for what a model may be unable to do."""
+        """Whether a model may be unable to answer as the question asks."""
         shaped = self.response_format or self.grammar or self.choices
         return bool(self.tools or shaped or self.chat_template_kwargs or self.reasoning_effort)
 
@@ -380,8 +362,8 @@ class MarkedCompletionRequest(ChatCompletionRequest):
         return bool(self._marks)
 
     @property
-    def _asked(self) -> list[ChatMessage]:
-        """The conversation behind the document: what is left of the messages that it comes from is the user's turn."""
+    def _question_messages(self) -> list[ChatMessage]:
+        """The conversation behind the document. The rest of the messages that it comes from is the user's turn."""
         if self.document is None:
             return self.messages
         parts = [part for message in self._beginning for part in message.parts]
@@ -395,9 +377,7 @@ class MarkedCompletionRequest(ChatCompletionRequest):
             (at for at, message in enumerate(self.messages) if message.role not in _SYSTEM), len(self.messages)
         )
         if first == len(self.messages) or self.messages[first].role != "user":
-            raise strict.misuse(
-                "messages", "the first message behind the system's must be the user's, with the question"
-            )
+            raise misuse("messages", "the first message behind the system's must be the user's, with the question")
         return self.messages[: first + 1]
 
     @property
@@ -414,8 +394,7 @@ class MarkedCompletionRequest(ChatCompletionRequest):
 
 
 class PromptTokensDetails(strict.ResponseBody):
-    """`cached_tokens` are document tokens served from the shelf, `cache_write_tokens` those that this request put
-    there."""
+    """`cached_tokens`: document tokens from the shelf. `cache_write_tokens`: those that this request put there."""
 
     cached_tokens: int
     cache_write_tokens: int = 0

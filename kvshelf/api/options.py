@@ -1,13 +1,9 @@
-"""The options that several requests and `Engine` share: each is declared here, once, and reaches every surface.
-
-A class is the value that travels from a request to the place that acts on it. The `...Fields` below it are its keyword
-arguments, as clients and `Engine` take them: a type checker reads no keywords out of a class. A test compares the two.
-"""
+"""The options that several requests and `Engine` share: a class for the values, `...Fields` for their keywords."""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Self, TypedDict, cast
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
@@ -26,12 +22,12 @@ class Ask(RequestBody):
 
     @classmethod
     def of(cls, fields: Mapping[str, object]) -> Self:
-        """From keyword arguments, of which None means absent. Raises `TypeError` for other names, as a call does; what
-        uses a value checks it."""
+        """From keyword arguments, of which None means absent. Raises `TypeError` for other names, as a call does. The
+        values are not checked here, but where they are used."""
         if unknown := fields.keys() - cls.model_fields.keys():
             raise TypeError(f"got an unexpected keyword argument {min(unknown)!r}")
-        told: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
-        return cast(Self, cls.model_construct(**told))
+        values: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
+        return cast(Self, cls.model_construct(**values))
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -59,12 +55,12 @@ _RULE_OBJECTS: Final[Mapping[str, tuple[str, type]]] = {
     "text": ("text", str),
     "regex": ("lines", str),
 }
-"""The rules of `protect` that may be objects: their field, and the name and type of what stands behind it."""
+"""The rules of `protect` that may be objects: by their field, the rule's name and the type of the field's value."""
 
 
 def written_rule(rule: Any) -> Any:
     """A rule of `protect` as a text: {"first": 64} as first:64, {"text": "..."} likewise, and {"regex": "..."} as
-    lines:...; whatever is no such object stays as it is."""
+    lines:...; any other value stays as it is."""
     if isinstance(rule, Mapping) and len(rule) == 1:
         ((field, value),) = rule.items()
         name, kind = _RULE_OBJECTS.get(field, ("", object))
@@ -92,10 +88,7 @@ _RULE_SCHEMA: Final = {
 ProtectRules = Annotated[
     list[
         Annotated[
-            str,
-            Field(min_length=1, max_length=MAX_RULE),
-            BeforeValidator(written_rule),
-            WithJsonSchema(_RULE_SCHEMA),
+            str, Field(min_length=1, max_length=MAX_RULE), BeforeValidator(written_rule), WithJsonSchema(_RULE_SCHEMA)
         ]
     ],
     Field(max_length=256),
@@ -148,8 +141,8 @@ ImageParts = Annotated[list[ImagePart], Field(max_length=MAX_IMAGES, fail_fast=T
 
 
 def without_images(document: Any) -> tuple[Any, list[dict[str, Any]]]:
-    """A document in which blocks `{"type": "image", "data": "..."}` are taken out, and each of them as an `ImagePart`.
-    Whatever has none stays as it is. Raises as `misuse`."""
+    """A document without its blocks `{"type": "image", "data": "..."}`, and each of them as an `ImagePart`. A document
+    without images stays as it is. Raises as `misuse`."""
     if not has_images(document):
         return document, []
     texts, images, at = [], [], 0
@@ -166,7 +159,7 @@ def without_images(document: Any) -> tuple[Any, list[dict[str, Any]]]:
 
 
 def has_images(document: Any) -> bool:
-    """Whether it is blocks, and some of them are images."""
+    """Whether a document is blocks, and some of them are images."""
     return _of_blocks(document) and any(_is_image(block) for block in document)
 
 
@@ -184,8 +177,8 @@ def with_images(text: str, images: Sequence[ImagePart]) -> Any:
 
 
 def unmarked(document: Any, messages: Any) -> tuple[Any, Any, list[str]]:
-    """A text or messages in which blocks `{"text": ..., "protect": true}` are plain text again, and the rules of
-    `protect` that say the same. Whatever is no list of blocks stays as it is. Raises as `misuse`."""
+    """A document and messages whose blocks `{"text": ..., "protect": true}` are plain text, and the rules of `protect`
+    that say the same. A document or message without blocks stays as it is. Raises as `misuse`."""
     rules: list[str] = []
     if _of_blocks(document):
         document, spans = _joined(document, "document")
@@ -203,28 +196,15 @@ def unmarked(document: Any, messages: Any) -> tuple[Any, Any, list[str]]:
 
 
 def _of_blocks(content: Any) -> bool:
-    return (
-        isinstance(content, list | tuple)
-        and bool(content)
-        and isinstance(content[0], Mapping)
-        and ("role" not in content[0])
-    )
+    first = content[0] if isinstance(content, list | tuple) and content else None
+    return isinstance(first, Mapping) and "role" not in first
 
 
 def _joined(blocks: Sequence[Any], where: str) -> tuple[str, list[tuple[int, int]]]:
-    """The text of blocks, and where the protected ones of them are."""
-    return "".join(text for text, _ in _texts(blocks, where)), list(_protected(blocks, where))
-
-
-def _protected(blocks: Sequence[Any], where: str) -> Iterator[tuple[int, int]]:
+    """The text of blocks, and the spans of the protected ones in it."""
+    texts: list[str] = []
+    spans: list[tuple[int, int]] = []
     at = 0
-    for text, protect in _texts(blocks, where):
-        if protect and text:
-            yield at, at + len(text)
-        at += len(text)
-
-
-def _texts(blocks: Sequence[Any], where: str) -> Iterator[tuple[str, bool]]:
     for number, block in enumerate(blocks):
         known = isinstance(block, Mapping) and set(block) <= {"type", "text", "protect"}
         text, protect = (block.get("text"), block.get("protect", False)) if known else (None, None)
@@ -234,4 +214,8 @@ def _texts(blocks: Sequence[Any], where: str) -> Iterator[tuple[str, bool]]:
                 'a block is {"text": "..."}, with "protect": true where every policy keeps it; of images only a '
                 "document has some",
             )
-        yield text, protect
+        if protect and text:
+            spans.append((at, at + len(text)))
+        texts.append(text)
+        at += len(text)
+    return "".join(texts), spans

@@ -9,6 +9,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from kvshelf.api import shapes, strict
 from kvshelf.api.options import Ask
+from kvshelf.api.strict import misuse
 from kvshelf.api.workflows import AtStep
 
 
@@ -37,21 +38,6 @@ class SuffixOptions(strict.RequestBody):
     scope: SuffixScope = "suffix"
     budget: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     params: strict.AnyFields = Field(default_factory=dict, max_length=64)
-
-
-def require_storable(
-    *, store: bool | None, ttl_s: float | None, ttl_renew: bool, select: Select | None, suffix: SuffixOptions | None
-) -> None:
-    """Refuse what does not go with keeping an answer."""
-    if ttl_s is not None and not store:
-        raise strict.misuse("ttl_s", "ttl_s is of the cache that store makes; leave it out, or give store: true")
-    strict.require_one_expiry(ttl_s, None, ttl_renew=ttl_renew)
-    if store and select is not None:
-        raise strict.misuse("store", "an answer that reads a part of the cache is not kept behind it; leave select out")
-    if store and suffix is not None:
-        raise strict.misuse(
-            "store", "an answer of which a part is dropped is not kept behind the cache; leave suffix out"
-        )
 
 
 class AskShelf(Ask, strict.Renewable):
@@ -88,10 +74,19 @@ class AskShelf(Ask, strict.Renewable):
         description="recompute: make a cache that was evicted, has expired or cannot be used anew from its source",
     )
 
+    def require_storable(self) -> None:
+        """For a validator: refuses fields that do not go with keeping an answer."""
+        if self.ttl_s is not None and not self.store:
+            raise misuse("ttl_s", "ttl_s is of the cache that store makes; leave it out, or give store: true")
+        strict.require_one_expiry(self.ttl_s, None, ttl_renew=self.ttl_renew)
+        if self.store and self.select is not None:
+            raise misuse("store", "an answer that reads a part of the cache is not kept behind it; leave select out")
+        if self.store and self.suffix is not None:
+            raise misuse("store", "an answer of which a part is dropped is not kept behind the cache; leave suffix out")
+
 
 class Asking(AskShelf):
-    """What is asked and how it is answered, whichever caches are asked. Exactly one of `prompt` (one or several) and
-    `messages`."""
+    """A question to any caches, and how it is answered. Exactly one of `prompt` (one or several) and `messages`."""
 
     model_config = ConfigDict(json_schema_extra=strict.one_of(prompt=["string", "array"], messages="array"))
 
@@ -124,20 +119,18 @@ class Asking(AskShelf):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
-            found = "neither was given" if self.prompt is None else "both were given"
-            raise strict.misuse("prompt", f"exactly one of prompt and messages is needed; {found}")
+            problem = "neither was given" if self.prompt is None else "both were given"
+            raise misuse("prompt", f"exactly one of prompt and messages is needed; {problem}")
         if self.stream and isinstance(self.prompt, list):
-            raise strict.misuse("stream", "several prompts cannot be streamed in one call; send one prompt per stream")
-        require_storable(
-            store=self.store, ttl_s=self.ttl_s, ttl_renew=self.ttl_renew, select=self.select, suffix=self.suffix
-        )
+            raise misuse("stream", "several prompts cannot be streamed in one call; send one prompt per stream")
+        self.require_storable()
         if self.tool is not None and isinstance(self.prompt, list):
-            raise strict.misuse("tool", "a tool is called by one answer; send the prompt whose answer calls it alone")
+            raise misuse("tool", "a tool is called by one answer; send the prompt whose answer calls it alone")
         shapes.require_one_shape(self)
         shapes.require_logprobs(self)
         for name in ("stream", "store", "tool"):
             if self.n > 1 and getattr(self, name):
-                raise strict.misuse("n", f"{name} is of one answer; leave n out")
+                raise misuse("n", f"{name} is of one answer; leave n out")
         return self
 
     @property
@@ -154,11 +147,11 @@ class Query(Asking):
     @model_validator(mode="after")
     def _comparable(self) -> Self:
         if self.stream and self.compare:
-            raise strict.misuse("compare", "a comparison needs whole answers; leave stream out")
+            raise misuse("compare", "a comparison needs whole answers; leave stream out")
         if self.store and self.compare:
-            raise strict.misuse("compare", "a comparison keeps no answer; leave store out")
+            raise misuse("compare", "a comparison keeps no answer; leave store out")
         if self.tool is not None and self.compare:
-            raise strict.misuse("compare", "after a comparison, no tool's result is awaited; leave tool out")
+            raise misuse("compare", "after a comparison, no tool's result is awaited; leave tool out")
         return self
 
 
@@ -182,15 +175,11 @@ class JointQuery(Asking):
     @classmethod
     def _not_compared(cls, data: Any) -> Any:
         if isinstance(data, dict) and "compare" in data:
-            raise strict.misuse(
-                "compare", "a comparison needs one document; leave compare out, or ask each cache by itself"
-            )
+            raise misuse("compare", "a comparison needs one document; leave compare out, or ask each cache by itself")
         if isinstance(data, dict) and data.get("store"):
-            raise strict.misuse(
-                "store", "an answer is kept behind one cache; leave store out, or ask one cache by itself"
-            )
+            raise misuse("store", "an answer is kept behind one cache; leave store out, or ask one cache by itself")
         if isinstance(data, dict) and "repair" in data:
-            raise strict.misuse(
+            raise misuse(
                 "repair",
                 "keys of later documents are not computed again in sight of earlier ones: one prefill of all, which "
                 "that approaches, answered no more than documents asked together; leave repair out, and take route "
@@ -202,7 +191,7 @@ class JointQuery(Asking):
     def _each_once(self) -> Self:
         strict.require_each_once(self.cache_ids)
         if self.route is not None and len(self.cache_ids) < 2:
-            raise strict.misuse("route", "route chooses among several caches, and one was given; leave route out")
+            raise misuse("route", "route chooses among several caches, and one was given; leave route out")
         return self
 
 
@@ -262,29 +251,29 @@ class ReadShares(strict.ResponseBody):
         return [byte / 255 for byte in base64.b64decode(self.shares)]
 
     def most_read(self, count: int = 5) -> list[TokenRun]:
-        """Up to so many runs of tokens, the one with the highest mean share first.
+        """Up to `count` runs of tokens, the one with the highest mean share first.
 
-        A run grows around the highest share that is left, as long as its neighbours have at least half of that.
+        A run grows around the highest share outside the runs so far, over neighbours with at least half of that share.
         """
-        left = self.fractions()
-        found: list[TokenRun] = []
-        while len(found) < count and (highest := max(left, default=0)) > 0:
-            first = left.index(highest)
+        shares = self.fractions()
+        runs: list[TokenRun] = []
+        while len(runs) < count and (highest := max(shares, default=0)) > 0:
+            first = shares.index(highest)
             end = first + 1
-            while first > 0 and 2 * left[first - 1] >= highest:
+            while first > 0 and 2 * shares[first - 1] >= highest:
                 first -= 1
-            while end < len(left) and 2 * left[end] >= highest:
+            while end < len(shares) and 2 * shares[end] >= highest:
                 end += 1
-            found.append(TokenRun(sum(left[first:end]) / (end - first), first, end))
-            left[first:end] = [0.0] * (end - first)
-        return sorted(found, key=lambda run: (-run.share, run.first))
+            runs.append(TokenRun(sum(shares[first:end]) / (end - first), first, end))
+            shares[first:end] = [0.0] * (end - first)
+        return sorted(runs, key=lambda run: (-run.share, run.first))
 
 
 class Answered(strict.ResponseBody):
     """What an answer says, whichever caches were asked. `load_ms`: until the slowest of them was in memory.
     `passages`: what it read of each document, in their order, present only if `select.passages` asks for it.
-    `logprobs`: of each token of the text, present only if asked for. `reasoning_content`: what the model thought before
-    it, present only if it did."""
+    `logprobs`: of each token of the text, present only if asked for. `reasoning_content`: thoughts before it, if any.
+    """
 
     id: str
     object: Literal["answer"] = "answer"
@@ -359,8 +348,7 @@ class JointAnswerList(strict.ListBody):
 
 class AnswerDelta(strict.ResponseBody):
     """One piece of a streamed answer. The joined pieces are the text of the answer that follows. `logprobs`: of the
-    tokens whose text ends in it, if asked for. `reasoning_content`: of a piece of the model's thoughts, with an empty
-    text."""
+    tokens whose text ends in it, if asked for. `reasoning_content`: thoughts of the model; `text` is then empty."""
 
     object: Literal["answer.delta"] = "answer.delta"
     text: str

@@ -1,21 +1,19 @@
-"""The types of /v1/responses: OpenAI's request and response, plus what `kvshelf.api.openai` adds to completions.
-
-Fields that the service does not support are accepted only with a value that changes nothing. `temperature` is 0 by
-default, and an answer ends after 256 tokens.
-"""
+"""The types of /v1/responses: OpenAI's request and response, plus what `kvshelf.api.openai` adds to completions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
-from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
 from kvshelf.api import shapes, strict
 from kvshelf.api.openai import DEFAULT_MAX_TOKENS, OpenAIRequest
 from kvshelf.api.queries import Asking, Linked, Remade, Source
+from kvshelf.api.strict import misuse
 from kvshelf.api.tools import (
     MAX_TOOLS,
+    MODE_OR_ONE,
     CalledFunction,
     Function,
     NamedFunction,
@@ -24,7 +22,6 @@ from kvshelf.api.tools import (
     ToolAsking,
     ToolCall,
     ToolTurn,
-    mode_or_one,
     require_tools,
     require_unshaped,
 )
@@ -52,19 +49,7 @@ Include = Literal[
     "web_search_call.action.sources",
     "web_search_call.results",
 ]
-"""All but the first are of items that no answer has, and have no effect."""
-
-
-def _typed(*kinds: str, what: str, default: str | None = None) -> BeforeValidator:
-    """Refuses objects of other types by name. default: the type of one that names none."""
-
-    def checked(value: Any) -> Any:
-        if isinstance(value, dict) and value.get("type", default) not in kinds:
-            kind = str(value.get("type"))
-            raise strict.misuse("", f"{what} of type {kind!r:.40} is not supported; send {' or '.join(kinds)}")
-        return value
-
-    return BeforeValidator(checked)
+"""All but the first belong to items that no answer has, and have no effect."""
 
 
 class ResponsePart(strict.RequestBody):
@@ -77,11 +62,11 @@ class ResponsePart(strict.RequestBody):
 
 
 _Parts = Annotated[
-    list[Annotated[ResponsePart, _typed("input_text", "output_text", what="a part")]],
+    list[Annotated[ResponsePart, strict.require_type("input_text", "output_text", what="a part {}")]],
     Field(min_length=1, max_length=256, fail_fast=True),
     Tag("(list)"),
 ]
-_Content = Annotated[Annotated[str, Tag("(one)")] | _Parts, Discriminator(strict.one_or_list)]
+_Content = Annotated[Annotated[str, Tag("(one)")] | _Parts, strict.ONE_OR_LIST]
 
 
 def _plain(content: str | list[ResponsePart]) -> str:
@@ -150,24 +135,20 @@ class ReasoningItem(_Item):
         return "".join(part.text for part in self.content or ())
 
 
-def _item_kind(item: Any) -> str:
-    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", "message")
-    return f"({kind})"
-
-
+_ITEM_TYPES: Final = ("message", "function_call", "function_call_output", "reasoning")
 _AnyItem = Annotated[
     Annotated[ResponseItem, Tag("(message)")]
     | Annotated[CallItem, Tag("(function_call)")]
     | Annotated[ResultItem, Tag("(function_call_output)")]
     | Annotated[ReasoningItem, Tag("(reasoning)")],
-    Discriminator(_item_kind),
-    _typed("message", "function_call", "function_call_output", "reasoning", what="an item", default="message"),
+    Discriminator(lambda item: strict.type_tag(item, default="message")),
+    strict.require_type(*_ITEM_TYPES, what="an item {}", default="message"),
 ]
 _Items = Annotated[list[_AnyItem], Field(min_length=1, max_length=strict.MAX_MESSAGES, fail_fast=True), Tag("(list)")]
 
 
 def _turns(items: Sequence[ResponseItem | CallItem | ResultItem | ReasoningItem]) -> list[ToolTurn]:
-    """The turns of a conversation: of one answer, thoughts, text and calls are in one turn."""
+    """The turns of a conversation. Thoughts, text and calls of one answer are one turn."""
     turns: list[ToolTurn] = []
     thought = ""
     for item in items:
@@ -188,8 +169,7 @@ def _turns(items: Sequence[ResponseItem | CallItem | ResultItem | ReasoningItem]
 
 
 class Reasoning(strict.RequestBody):
-    """`effort`: as `reasoning_effort` of chat completions. `summary` asks for a summary of thoughts, which an answer
-    has in whole."""
+    """`effort`: as `reasoning_effort` of chat completions. `summary` has no effect: an answer has whole thoughts."""
 
     effort: shapes.Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -216,13 +196,14 @@ class FunctionChoice(NamedFunction):
 
 
 _Tools = Annotated[
-    list[Annotated[FunctionTool, _typed("function", what="a tool")]], Field(max_length=MAX_TOOLS, fail_fast=True)
+    list[Annotated[FunctionTool, strict.require_type("function", what="a tool {}")]],
+    Field(max_length=MAX_TOOLS, fail_fast=True),
 ]
 _Mode = Literal["none", "auto", "required"]
 _Choice = Annotated[
     Annotated[_Mode, Tag("(mode)")] | Annotated[FunctionChoice, Tag("(one)")],
-    Discriminator(mode_or_one),
-    _typed("function", what="a choice"),
+    MODE_OR_ONE,
+    strict.require_type("function", what="a choice {}"),
 ]
 
 
@@ -277,7 +258,7 @@ class ResponsesRequest(OpenAIRequest):
         json_schema_extra=strict.one_of(cache_id="string", cache_ids="array", previous_response_id="string")
     )
 
-    input: Annotated[Annotated[strict.Text, Tag("(one)")] | _Items, Discriminator(strict.one_or_list)]
+    input: Annotated[Annotated[strict.Text, Tag("(one)")] | _Items, strict.ONE_OR_LIST]
     instructions: strict.Text | None = None
     max_output_tokens: strict.MaxTokens = DEFAULT_MAX_TOKENS
     previous_response_id: Annotated[str, Field(min_length=1, max_length=64)] | None = None
@@ -301,8 +282,8 @@ class ResponsesRequest(OpenAIRequest):
     @property
     def response_format(self) -> shapes.AnyText | shapes.AnyObject | shapes.OfSchema | None:
         """`text.format` as a chat completion has it."""
-        wanted = None if self.text is None else self.text.format
-        return wanted.wrapped() if isinstance(wanted, FlatSchema) else wanted
+        flat = None if self.text is None else self.text.format
+        return flat.wrapped() if isinstance(flat, FlatSchema) else flat
 
     @property
     def logprobs(self) -> bool:
@@ -322,7 +303,7 @@ class ResponsesRequest(OpenAIRequest):
     def _consistent(self) -> Self:
         shapes.require_one_shape(self)
         if self.top_logprobs and not self.logprobs:
-            raise strict.misuse("top_logprobs", f"top_logprobs is only allowed with include: [{LOGPROBS!r}]")
+            raise misuse("top_logprobs", f"top_logprobs is only allowed with include: [{LOGPROBS!r}]")
         calls = any(isinstance(item, CallItem | ResultItem) for item in self._items)
         require_tools([tool.wrapped() for tool in self.tools or ()], self._wrapped_choice, calls=calls)
         require_unshaped(self, self._wrapped_choice)
@@ -330,13 +311,13 @@ class ResponsesRequest(OpenAIRequest):
         return self
 
     def _require_calls(self) -> None:
-        """Each result is of a call before it. Those of an earlier response are not in this body."""
-        called = set()
+        """Refuse a result without its call before it. The calls of an earlier response are not in this body."""
+        call_ids = set()
         for place, item in enumerate(self._items):
             if isinstance(item, CallItem):
-                called.add(item.call_id)
-            elif isinstance(item, ResultItem) and item.call_id not in called and self.previous_response_id is None:
-                raise strict.misuse(
+                call_ids.add(item.call_id)
+            elif isinstance(item, ResultItem) and item.call_id not in call_ids and self.previous_response_id is None:
+                raise misuse(
                     f"input[{place}].call_id",
                     f"there is no call {item.call_id[:80]!r} before its output; send the function_call, too, or give "
                     "the previous_response_id of the response that made it",
@@ -358,7 +339,7 @@ class ResponsesRequest(OpenAIRequest):
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
         }
         if not self.tools:
-            messages = [strict.Message.model_validate(turn.said) for turn in turns]
+            messages = [strict.Message.model_validate(turn.template_fields) for turn in turns]
             return self._asking(messages, self.max_output_tokens, **fields)
         tools = [tool.wrapped() for tool in self.tools]
         fields |= {"tools": tools, "tool_choice": self._wrapped_choice}

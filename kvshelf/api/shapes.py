@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
 
-from kvshelf.api.strict import AnyFields, RequestBody, ResponseBody, misuse
+from kvshelf.api.strict import AnyFields, RequestBody, ResponseBody, misuse, type_tag
 
 MAX_GRAMMAR_BYTES = 65_536
 MAX_CHOICES = 1024
@@ -20,8 +20,7 @@ SHAPES = ("response_format", "grammar", "choices")
 
 
 class JsonSchema(RequestBody):
-    """A schema as OpenAI wraps it. `name` and `description` have no effect. An answer always fits the schema exactly,
-    so `strict` has none either."""
+    """A schema as OpenAI wraps it. Only `schema` has an effect: an answer always fits it exactly."""
 
     model_config = ConfigDict(serialize_by_alias=True)
 
@@ -52,8 +51,8 @@ class OfSchema(Format):
 
 def kind_of(value: Any) -> str:
     """The tag of a format. Anything else is checked as a schema, whose errors say what is missing."""
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return f"({kind})" if kind in ("text", "json_object") else "(json_schema)"
+    tag = type_tag(value)
+    return tag if tag in ("(text)", "(json_object)") else "(json_schema)"
 
 
 ResponseFormat = Annotated[
@@ -80,7 +79,6 @@ Choices = Annotated[
 Answers = Annotated[int, Field(ge=1, le=MAX_ANSWERS)]
 TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 
-
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 _LONGEST_VALUE = 8192
 
@@ -90,10 +88,10 @@ def _scalar(value: Any) -> Any:
         return value
     if value is None or isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
         return value
-    said = f"a text of {len(value)} characters" if isinstance(value, str) else f"{value!r:.80}"
+    shown = f"a text of {len(value)} characters" if isinstance(value, str) else f"{value!r:.80}"
     raise misuse(
         "chat_template_kwargs",
-        f"it is {said}; a variable of a chat template is a text of at most {_LONGEST_VALUE} characters, a finite "
+        f"it is {shown}; a variable of a chat template is a text of at most {_LONGEST_VALUE} characters, a finite "
         "number, true, false or null",
     )
 
@@ -101,7 +99,7 @@ def _scalar(value: Any) -> Any:
 _SCALAR = {
     "anyOf": [
         {"type": "string", "maxLength": _LONGEST_VALUE},
-        *({"type": each} for each in ("number", "boolean", "null")),
+        *({"type": name} for name in ("number", "boolean", "null")),
     ]
 }
 TemplateKwargs = Annotated[
@@ -114,16 +112,15 @@ TemplateKwargs = Annotated[
 
 
 def param_of(body: Any, name: str) -> str:
-    """The field of the request that says one of `SHAPES`."""
-    found: str = getattr(getattr(body, name), "PARAM", name)
-    return found
+    """The name that a caller knows a field of `SHAPES` by."""
+    return str(getattr(getattr(body, name), "PARAM", name))
 
 
 def require_one_shape(body: Any) -> None:
     """For a validator: `SHAPES` exclude each other, and a schema is not too large."""
-    given = [param_of(body, name) for name in SHAPES if getattr(body, name) is not None]
-    if len(given) > 1:
-        raise misuse(given[1], f"{' and '.join(given)} were given; an answer has one shape")
+    shapes = [param_of(body, name) for name in SHAPES if getattr(body, name) is not None]
+    if len(shapes) > 1:
+        raise misuse(shapes[1], f"{' and '.join(shapes)} were given; an answer has one shape")
     if isinstance(body.response_format, OfSchema):
         size = len(json.dumps(body.response_format.json_schema.schema_).encode())
         if size > MAX_GRAMMAR_BYTES:
@@ -147,6 +144,6 @@ class TokenLogprob(ResponseBody):
 
 
 class Logprob(TokenLogprob):
-    """Of one token of an answer. `top_logprobs`: the likeliest tokens at its place, as many as were asked for."""
+    """One token of an answer. `top_logprobs`: the likeliest tokens at its place, as many as were asked for."""
 
     top_logprobs: list[TokenLogprob] = Field(default_factory=list)

@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping
+from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeVar
 
 import pydantic_core
@@ -66,7 +67,6 @@ Ttl = Annotated[float, Field(gt=0, le=MAX_TTL_S)]
 ExpiresAt = Annotated[float, Field(gt=0)]
 Guarantee = Annotated[float, Field(gt=0, lt=1e12)]
 
-
 _CODECS = ("none", "int8", "int4", "int2", "mixed", "klt", "lossless")
 _CODEC = rf"^({'|'.join(_CODECS)})(:[a-z]+=[a-z0-9./]+(,[a-z]+=[a-z0-9./]+)*)?$"
 
@@ -103,16 +103,36 @@ Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
-def one_or_list(value: Any) -> str:
-    return "(list)" if isinstance(value, list | tuple) else "(one)"
+def by_form(forms: type | UnionType, tag: str, otherwise: str) -> Discriminator:
+    """Selects the variant of a union by the Python type of its value: trying all would report errors of the wrong one.
+    Tags are in parentheses, so that `refusal` can drop them from the field's name."""
+    return Discriminator(lambda value: tag if isinstance(value, forms) else otherwise)
 
 
-# The JSON type selects the variant. Trying both would report errors of the wrong one. Tags are in parentheses so that
-# `refusal` can drop them from the field's name.
+def type_tag(value: Any, default: str | None = None) -> str:
+    """The tag of a variant that its field `type` names. default: of a value without that field."""
+    kind = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", default)
+    return f"({kind})"
+
+
+def require_type(*kinds: str, what: str, default: str | None = None) -> BeforeValidator:
+    """Refuses objects of other types by name. what: the noun in the message. default: for objects without a type."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and value.get("type", default) not in kinds:
+            problem = what.format(f"of type {str(value.get('type'))!r:.40} is not supported")
+            raise misuse("", f"{problem}; send {' or '.join(kinds)}")
+        return value
+
+    return BeforeValidator(check)
+
+
+ONE_OR_LIST: Final = by_form(list | tuple, "(list)", "(one)")
+
 _PromptList = Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("(list)")]
-Prompts = Annotated[Annotated[Text, Tag("(one)")] | _PromptList, Discriminator(one_or_list)]
+Prompts = Annotated[Annotated[Text, Tag("(one)")] | _PromptList, ONE_OR_LIST]
 _StopList = Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True), Tag("(list)")]
-Stops = Annotated[Annotated[StopText, Tag("(one)")] | _StopList, Discriminator(one_or_list)]
+Stops = Annotated[Annotated[StopText, Tag("(one)")] | _StopList, ONE_OR_LIST]
 
 
 def one_of(**types: str | list[str]) -> dict[str, Any]:
@@ -167,10 +187,10 @@ def require_each_once(names: list[str], param: str = "cache_ids") -> None:
 
 def require_one_document(body: BaseModel) -> None:
     """For a validator: exactly one of `document`, `messages` and `token_ids` must be given."""
-    given = [name for name in ("document", "messages", "token_ids") if getattr(body, name) is not None]
-    if len(given) != 1:
-        found = f"{' and '.join(given)} were given" if given else "none was given"
-        raise misuse("document", f"exactly one of document, messages and token_ids is needed; {found}")
+    forms = [name for name in ("document", "messages", "token_ids") if getattr(body, name) is not None]
+    if len(forms) != 1:
+        problem = f"{' and '.join(forms)} were given" if forms else "none was given"
+        raise misuse("document", f"exactly one of document, messages and token_ids is needed; {problem}")
 
 
 class RequestBody(BaseModel):
@@ -224,8 +244,7 @@ class ErrorEnvelope(ResponseBody):
 
 
 class Message(RequestBody):
-    """One turn of a conversation. `reasoning_content`: thoughts of an assistant's, which the model's chat template
-    writes or leaves out."""
+    """One turn of a conversation. `reasoning_content`: thoughts of an assistant, for the model's chat template."""
 
     role: Role
     content: str
@@ -234,14 +253,13 @@ class Message(RequestBody):
     @model_serializer(mode="wrap")
     def _without_none(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Without thoughts there is no such field: a message is its role and content."""
-        said: dict[str, Any] = fields(self)
+        message: dict[str, Any] = fields(self)
         if self.reasoning_content is None:
-            said.pop("reasoning_content", None)
-        return said
+            message.pop("reasoning_content", None)
+        return message
 
 
 MessageList = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-
 
 RequestT = TypeVar("RequestT", bound=RequestBody)
 
@@ -265,31 +283,28 @@ _NO_BRACKET = bytes(set(range(256)) - set(b"[]{}"))
 
 
 class JsonBounds:
-    """What all JSON of one request has, that of its body and that in texts of the body. It is the context in which the
-    body is validated.
+    """Counts the JSON of one request, in its body and in texts of the body. The body is validated in this context.
 
-    It counts in one scan, without objects: each field or element costs a hundred times its bytes once it is an object
-    or an error.
+    It counts in one scan, without objects: a field or element takes a hundred times its bytes as an object or error.
     """
 
     def __init__(self) -> None:
         self._fields = self._elements = self._brackets = 0
 
     def take(self, text: bytes | bytearray) -> None:
-        """Counts JSON that is to be parsed. Raises `InvalidRequest` for too many fields, elements or digits, and for
-        what is nested too deeply."""
+        """Counts JSON before it is parsed. Raises `InvalidRequest` for too many fields, elements, digits or levels."""
         structure = _STRING.sub(b"", text)
         brackets = structure.translate(None, _NO_BRACKET)
         self._fields += structure.count(b":")
         self._elements += structure.count(b",")
         self._brackets += len(brackets)
-        for what, found, most in (
+        for what, count, most in (
             ("fields", self._fields, MAX_FIELDS),
             ("elements and fields", self._elements, MAX_ELEMENTS),
             ("lists and objects", self._brackets // 2, MAX_FIELDS),
         ):
-            if found > most:
-                raise InvalidRequest(f"this JSON has {found} {what}; at most {most} are accepted")
+            if count > most:
+                raise InvalidRequest(f"this JSON has {count} {what}; at most {most} are accepted")
         if _LONG_NUMBER.search(structure):
             raise InvalidRequest(f"a number in this JSON has more than {MAX_DIGITS} digits")
         for _ in range(MAX_DEPTH):
@@ -302,12 +317,11 @@ _SHOWN: Final = 60
 """Characters of a name or value that a refusal shows."""
 
 CHECKED: Final = "checked"
-"""The context in which values are validated again that another process has validated: JSON in texts is not parsed a
-second time."""
+"""The context for values that another process has validated: JSON in texts is not parsed a second time."""
 
 
 def parse_json(text: str | bytes | bytearray, bounds: JsonBounds | None = None) -> Any:
-    """The values of JSON that comes from outside; the one way to read it where no type says what it has.
+    """The values of JSON that comes from outside; the one way to read it where no type describes it.
 
     bounds: of the request that it belongs to, None for one of its own. Raises `InvalidRequest` beyond a bound,
     `ValueError` for what is no JSON; infinite numbers and NaN are none.
@@ -319,17 +333,17 @@ def parse_json(text: str | bytes | bytearray, bounds: JsonBounds | None = None) 
     return values
 
 
+def _finite_json(values: Any) -> str:
+    try:
+        return json.dumps(values, ensure_ascii=False, allow_nan=False)
+    except ValueError as error:
+        raise PydanticCustomError("finite", "a number in it is not finite") from error
+
+
 def _finite(values: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
     if info.context is not CHECKED:
-        try:
-            json.dumps(values, allow_nan=False)
-        except ValueError as error:
-            raise _not_finite() from error
+        _finite_json(values)
     return values
-
-
-def _not_finite() -> PydanticCustomError:
-    return PydanticCustomError("finite", "a number in it is not finite")
 
 
 AnyFields = Annotated[dict[str, Any], AfterValidator(_finite)]
@@ -362,16 +376,13 @@ def _written(values: Any, info: ValidationInfo) -> Any:
         return values
     if not isinstance(values, dict):
         raise PydanticKnownError("dict_type")
-    try:
-        return json.dumps(values, ensure_ascii=False, allow_nan=False)
-    except ValueError as error:
-        raise _not_finite() from error
+    return _finite_json(values)
 
 
 WrittenObject = Annotated[
     str, BeforeValidator(_written), WithJsonSchema({"type": "object", "additionalProperties": True})
 ]
-"""An object of a body, as an `ObjectText`: it is written once."""
+"""An object of a body that becomes an `ObjectText`."""
 
 
 def refusal(exc: ValidationError) -> InvalidRequest:
@@ -387,37 +398,31 @@ def _describe(error: ErrorDetails) -> tuple[str | None, str]:
     param = str(error.get("ctx", {}).get("param") or _path(error["loc"])) or None
     if error["type"] == "extra_forbidden":
         return param, "unknown field. The fields of each request are listed in /openapi.json"
-    return param, error["msg"] + _found(error)
+    return param, error["msg"] + _value_text(error)
 
 
 def _path(loc: tuple[int | str, ...]) -> str:
     """The path of a field as people write it: messages[0].role."""
-    parts = [part if isinstance(part, int) else _named(part) for part in loc if not _is_tag(part)]
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")
+    parts = [part for part in loc if isinstance(part, int) or not part.startswith(("(", "[key]"))]  # but for tags
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{_shorten(part)}" for part in parts)
+    return path.removeprefix(".")
 
 
-def _is_tag(part: int | str) -> bool:
-    return isinstance(part, str) and part.startswith(("(", "[key]"))
-
-
-def _named(part: str) -> str:
-    """A name of a field as it is shown: a caller may choose one of megabytes."""
-    return part if len(part) <= _SHOWN else part[:_SHOWN] + "..."
-
-
-def _found(error: ErrorDetails) -> str:
+def _value_text(error: ErrorDetails) -> str:
+    """What a refusal says of the value at fault."""
     value = error.get("input")
     scalar = value is None or isinstance(value, bool | int | float | str)
     if error["type"] in ("missing", "misuse", "json_invalid") or not scalar:
         return ""
-    shown, limits = _shown(value), error.get("ctx", {})
+    limits = error.get("ctx", {})
     is_share = 1 in (limits.get("lt"), limits.get("le"))
-    return f"; found {shown}{as_share(value) if is_share else ''}"
-
-
-def _shown(value: Any) -> str:
-    """The beginning of a value. Only that is written: the rest may be megabytes."""
     if isinstance(value, int) and abs(value) >= 10**_SHOWN:
-        return f"an integer of more than {_SHOWN} digits"
-    shown = repr(value[: _SHOWN + 1] if isinstance(value, str) else value)
-    return shown if len(shown) <= _SHOWN else shown[:_SHOWN] + "..."
+        text = f"an integer of more than {_SHOWN} digits"
+    else:
+        text = _shorten(repr(value[: _SHOWN + 1] if isinstance(value, str) else value))
+    return f"; found {text}{as_share(value) if is_share else ''}"
+
+
+def _shorten(text: str) -> str:
+    """The beginning of a text, of which a caller may send megabytes."""
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."

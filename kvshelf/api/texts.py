@@ -1,4 +1,4 @@
-"""The texts of a request that become tokens, and how much it has beside them."""
+"""The texts of a request that become tokens, and the bytes of its other values."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ _FIELDS: Final = ("document", "prompt", "query", "expected_questions", "chat_tem
 
 
 def texts_of(body: BaseModel) -> list[str]:
-    """All texts that a request has a model read: of a document, of a question or several, of messages with their calls,
-    and of tools. Grammars and stop texts are never read; they have bounds of their own."""
-    found = [text for name in _FIELDS for text in _strings(getattr(body, name, None))]
+    """All texts of a request that a model reads: of a document, of questions, of messages with their calls, and of
+    tools. Grammars and stop texts are never read; they have bounds of their own."""
+    texts = [text for name in _FIELDS for text in _strings(getattr(body, name, None))]
     for message in getattr(body, "messages", None) or ():
-        found += _strings([message.content, getattr(message, "reasoning_content", None)])
+        texts += _strings([message.content, getattr(message, "reasoning_content", None)])
         for call in getattr(message, "tool_calls", ()):
-            found += (call.function.name, call.function.arguments)
+            texts += (call.function.name, call.function.arguments)
     for tool in getattr(body, "tools", None) or ():
-        found += _strings([tool.function.name, tool.function.description, tool.function.parameters])
-    return found
+        texts += _strings([tool.function.name, tool.function.description, tool.function.parameters])
+    return texts
 
 
 def size_of(value: Any) -> int:
-    """About as many bytes as a value takes that travels to another process: a byte for each character, eight for each
-    other thing."""
+    """About the bytes of a value on its way to another process: one for each character, eight for each other value."""
     if isinstance(value, str | bytes):
         return len(value)
     if is_dataclass(value) or isinstance(value, BaseModel):

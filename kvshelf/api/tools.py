@@ -5,20 +5,19 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field, Tag
 
 from kvshelf.api.queries import Asking
 from kvshelf.api.shapes import SHAPES, param_of
-from kvshelf.api.strict import MAX_MESSAGES, AnyFields, ObjectText, RequestBody, Role, ToolName, misuse
+from kvshelf.api.strict import MAX_MESSAGES, AnyFields, ObjectText, RequestBody, Role, ToolName, by_form, misuse
 
 MAX_TOOLS = 128
 
 
 class Function(RequestBody):
-    """`parameters`: a JSON schema of an object; without it, the function takes none. Calls that `tool_choice` asks for
-    always fit it, so `strict` has no effect."""
+    """`parameters`: a JSON schema of an object; none by default. `strict` has no effect: required calls always fit."""
 
     name: ToolName
     description: str | None = None
@@ -46,7 +45,7 @@ class ToolCall(RequestBody):
     function: CalledFunction
 
     @property
-    def said(self) -> dict[str, Any]:
+    def template_fields(self) -> dict[str, Any]:
         """As a chat template reads it: the arguments are an object."""
         function = {"name": self.function.name, "arguments": json.loads(self.function.arguments)}
         return {"id": self.id, "type": self.type, "function": function}
@@ -61,20 +60,16 @@ class NamedTool(RequestBody):
     function: NamedFunction
 
 
-def mode_or_one(choice: object) -> str:
-    return "(mode)" if isinstance(choice, str) else "(one)"
-
+MODE_OR_ONE: Final = by_form(str, "(mode)", "(one)")
 
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("(mode)")] | Annotated[NamedTool, Tag("(one)")],
-    Discriminator(mode_or_one),
+    Annotated[Literal["none", "auto", "required"], Tag("(mode)")] | Annotated[NamedTool, Tag("(one)")], MODE_OR_ONE
 ]
 Tools = Annotated[list[Tool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
 
 
 class ToolTurn(RequestBody):
-    """A turn of a conversation with tools. tool_calls, reasoning_content: of an assistant's turn. tool_call_id: of a
-    tool's."""
+    """A turn of a conversation with tools. tool_calls, reasoning_content: of an assistant. tool_call_id: of a tool."""
 
     role: Role | Literal["tool"]
     content: str
@@ -83,16 +78,14 @@ class ToolTurn(RequestBody):
     tool_call_id: str | None = None
 
     @property
-    def said(self) -> dict[str, Any]:
-        """As a chat template reads it: without what it has not, and the arguments of calls as objects."""
-        made: dict[str, Any] = {"role": self.role, "content": self.content}
-        if self.tool_calls:
-            made["tool_calls"] = [call.said for call in self.tool_calls]
-        if self.reasoning_content:
-            made["reasoning_content"] = self.reasoning_content
-        if self.tool_call_id:
-            made["tool_call_id"] = self.tool_call_id
-        return made
+    def template_fields(self) -> dict[str, Any]:
+        """As a chat template reads it: without empty fields, and the arguments of calls as objects."""
+        optional = {
+            "tool_calls": [call.template_fields for call in self.tool_calls],
+            "reasoning_content": self.reasoning_content,
+            "tool_call_id": self.tool_call_id,
+        }
+        return {"role": self.role, "content": self.content} | {name: value for name, value in optional.items() if value}
 
 
 class ToolAsking(Asking):

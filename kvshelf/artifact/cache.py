@@ -1,7 +1,4 @@
-"""The artifact: what remains of a document's KV cache after compression.
-
-A `CompressedCache` is immutable and knows no tenant and no store. Its layers are typed records.
-"""
+"""The artifact: what remains of a document's KV cache after compression."""
 
 from __future__ import annotations
 
@@ -14,6 +11,7 @@ from torch import Tensor
 
 from kvshelf.artifact import codecs, records
 from kvshelf.artifact.blob import PackedBlob, as_view, tensors
+from kvshelf.artifact.blob.header import Header
 from kvshelf.artifact.coder import CacheDecoder, Coder, plain_layer
 from kvshelf.artifact.encoding import Refusals, apart, classes_of, encode
 from kvshelf.artifact.exported import split
@@ -45,9 +43,10 @@ class CompressedCache:
 
     def __repr__(self) -> str:
         """One line. The document is shown by the beginning of its digest: a cache has an id only on a shelf."""
-        made = self.identity
+        identity = self.identity
         return (
-            f"CompressedCache(document={made.document[:12]}, model={made.model.name!r}, policy={made.policy}, "
+            f"CompressedCache(document={identity.document[:12]}, model={identity.model.name!r}, "
+            f"policy={identity.policy}, "
             f"kept={self.kept_tokens} of {self.num_tokens}, codec={self.codec}, nbytes={self.nbytes})"
         )
 
@@ -60,17 +59,13 @@ class CompressedCache:
     def bytes_full(self) -> int:
         """Bytes of the document's keys, values and states in the model's dtypes, of layers with a sliding window or
         chunks those that questions see: the model itself need hold no more."""
-        of_entries = sum(
+        entries_bytes = sum(
             (layer.entries if isinstance(layer, records.Recent) else layer.kv_heads * self.num_tokens)
             * (layer.key_dim + layer.value_dim)
             * layer.dtype.itemsize
             for layer in self._with_entries
         )
-        return of_entries + self._states_bytes
-
-    @property
-    def _states_bytes(self) -> int:
-        return sum(layer.states_nbytes for layer in self.layers if isinstance(layer, records.States))
+        return entries_bytes + sum(layer.states_nbytes for layer in self.layers if isinstance(layer, records.States))
 
     @property
     def _with_entries(self) -> list[records.Entries]:
@@ -78,13 +73,12 @@ class CompressedCache:
 
     @property
     def attached_bytes(self) -> int:
-        """Bytes that the layers take while questions are asked: those of a coded cache are decoded first, and latents
-        are joined with their rotated parts. What is made of residuals takes their place, or at every step stands beside
-        them, one layer at a time."""
+        """Bytes of the layers while questions are asked. Those of a coded cache are then decoded, and latents joined
+        with their rotated parts. Keys and values replace their residuals, or stand beside them, one layer at a time."""
         parts = [part for entries in self._with_entries for part in records.parts_of(entries)]
         read = self.nbytes + sum(part.joined_bytes + part.unpacked_bytes for part in parts)
-        made = [part.made_bytes for part in parts]
-        return read + (max(made)[0] if self.made_at_steps else sum(own - rows for own, rows in made))
+        sizes = [part.made_bytes for part in parts]
+        return read + (max(sizes)[0] if self.made_at_steps else sum(made - rows for made, rows in sizes))
 
     @property
     def made_at_steps(self) -> bool:
@@ -109,9 +103,9 @@ class CompressedCache:
 
     @property
     def reduced(self) -> Sequence[records.Entries]:
-        """The entries among which the policy chose: of the layers that see the whole document, of all that have entries
-        where there are no others."""
-        return [each for each in self._with_entries if not isinstance(each, records.Recent)] or self._with_entries
+        """The entries among which the policy chose: of layers that see the whole document, or without any of all."""
+        entries = self._with_entries
+        return [layer for layer in entries if not isinstance(layer, records.Recent)] or entries
 
     @property
     def kept_tokens(self) -> int:
@@ -128,18 +122,22 @@ class CompressedCache:
         memory; a copy to the CPU waits for nothing that a card was given behind `events`."""
         devices = [torch.device(device)] * len(self.layers) if isinstance(device, torch.device | str) else device
         layers = list(self.layers)
-        for to in dict.fromkeys(devices):
-            away = [at for at, own in enumerate(devices) if own == to and records.devices_of(layers[at]) != {to}]
-            sent = [layers[at] for at in away]
-            there = carried(records.tensors_of(sent), to, self.events)
-            for at, layer in zip(away, records.with_tensors(sent, there), strict=True):
-                layers[at] = layer
+        for target in dict.fromkeys(devices):
+            indices = [
+                index
+                for index, layer in enumerate(layers)
+                if devices[index] == target and records.devices_of(layer) != {target}
+            ]
+            elsewhere = [layers[index] for index in indices]
+            tensors_there = carried(records.tensors_of(elsewhere), target, self.events)
+            for index, layer in zip(indices, records.with_tensors(elsewhere, tensors_there), strict=True):
+                layers[index] = layer
         return replace(self, layers=tuple(layers))
 
     @cached_property
     def events(self) -> Mapping[torch.device, torch.cuda.Event]:
-        """Of each card that holds layers, the event behind which they are there: all that it was given when this was
-        first asked for. Who makes a cache asks at once."""
+        """For each card that holds layers, the event after which they are there. It covers the work that the card had
+        when this property was first read, so the code that makes a cache reads it at once."""
         return events_of(device for layer in self.layers for device in records.devices_of(layer))
 
     def encoded(self, codec: str, coder: Coder | None = None, *, whole_groups: bool = False) -> CompressedCache:
@@ -149,32 +147,34 @@ class CompressedCache:
         "none" adds no encoding: an encoded cache stays as it is. Raises `InvalidRequest` for an unknown codec, for a
         cache under another codec, and for layers that the codec cannot encode.
         """
-        wanted = codecs.resolve(self.codec, codec)
-        if str(wanted) == self.codec:
+        target = codecs.resolve(self.codec, codec)
+        if str(target) == self.codec:
             return self
-        layers = list((self.to("cpu") if wanted.coded else self).layers)  # the CPU codes them
-        found = ((index, records.entries_of(layer)) for index, layer in enumerate(layers))
-        whole = {index: each for index, each in found if each is not None and not isinstance(each, records.Recent)}
+        layers = list((self.to("cpu") if target.coded else self).layers)  # the CPU codes them
+        whole = {
+            index: entries
+            for index, layer in enumerate(layers)
+            if (entries := records.entries_of(layer)) is not None and not isinstance(entries, records.Recent)
+        }
         parted = dict(zip(whole, apart(list(whole.values()), self.identity.protect), strict=True))
-        chosen = {index: records.entries_from(left) for index, (_, left) in parted.items() if left}
-        classes: Sequence[Tensor | None] = [None] * len(chosen)
-        if wanted.classes:
-            wanted.require_kept(self.identity.budget_tokens, self.num_tokens)
-            classes = classes_of(wanted, list(chosen.values()), self.num_tokens)
+        unprotected = {index: records.entries_from(others) for index, (_, others) in parted.items() if others}
+        classes: Sequence[Tensor | None] = [None] * len(unprotected)
+        if target.classes:
+            target.require_kept(self.identity.budget_tokens, self.num_tokens)
+            classes = classes_of(target, list(unprotected.values()), self.num_tokens)
         refusals = Refusals()
-        for (index, entries), members in zip(chosen.items(), classes, strict=True):
-            of_layer = None if coder is None else coder.layer(index, self.repositioned)
-            made = encode(wanted, entries, f"layer {index}", of_layer, members, whole_groups, refusals)
+        for (index, entries), members in zip(unprotected.items(), classes, strict=True):
+            layer_coder = None if coder is None else coder.layer(index, self.repositioned)
+            encoded = encode(target, entries, f"layer {index}", layer_coder, members, whole_groups, refusals)
             # Protected entries come first: the last record of a layer may be the residual of its codec.
-            layers[index] = records.with_entries(
-                layers[index], records.entries_from([*parted[index][0], *records.parts_of(made)])
-            )
+            parts = [*parted[index][0], *records.parts_of(encoded)]
+            layers[index] = records.with_entries(layers[index], records.entries_from(parts))
         refusals.settle()
         identity = self.identity
-        if wanted.name == "klt":
+        if target.name == "klt":
             assert coder is not None
             identity = coder.transforms.mark(identity)
-        return replace(self, layers=tuple(layers), identity=identity, codec=str(wanted))
+        return replace(self, layers=tuple(layers), identity=identity, codec=str(target))
 
     def decoded(self, coder: CacheDecoder | None = None) -> CompressedCache:
         """The cache with plain rows in place of those under codec `klt`, which takes its `coder`, of residuals, which
@@ -190,8 +190,7 @@ class CompressedCache:
         return self.next_position != self.num_tokens
 
     def to_bytes(self, codec: str | None = None) -> bytes:
-        """The blob of docs/internals/format.md. `codec` None keeps the encoding the cache has; equal caches give equal
-        bytes.
+        """The blob of docs/internals/format.md; equal caches give equal bytes. `codec` None keeps the cache's encoding.
 
         Raises `InvalidRequest` as `encoded` does, and for a cache that the format cannot hold.
         """
@@ -200,16 +199,33 @@ class CompressedCache:
 
     def pack(self) -> PackedBlob:
         """The blob as buffers that share the tensors' memory. Raises `InvalidRequest` as `tensors.pack` does."""
-        about = (self.num_tokens, self.next_position, self.identity, self.codec, self.sentence_ends, self.summary)
-        return tensors.pack(self.to("cpu").layers, *about)
+        return tensors.pack(
+            self.to("cpu").layers,
+            self.num_tokens,
+            self.next_position,
+            self.identity,
+            self.codec,
+            self.sentence_ends,
+            self.summary,
+        )
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> CompressedCache:
-        """Read a blob, alone or in an export. Every digest is checked before a tensor is made; raises `BlobError` for
-        any other bytes."""
-        header, layers = tensors.decode(split(as_view(data)).blob)
-        made = (header.num_tokens, header.next_position, header.to_identity(), header.codec, header.sentences)
-        return cls(layers, *made, tuple(header.summary))
+        """Read a blob, alone or in an export. Checks every digest first. Raises `BlobError` for any other bytes."""
+        return cls.of(*tensors.decode(split(as_view(data)).blob))
+
+    @classmethod
+    def of(cls, header: Header, layers: tuple[records.LayerRecord, ...]) -> CompressedCache:
+        """The cache with these layers that a blob's header describes."""
+        return cls(
+            layers,
+            header.num_tokens,
+            header.next_position,
+            header.to_identity(),
+            header.codec,
+            header.sentences,
+            tuple(header.summary),
+        )
 
 
 def _layer_shape(layer: records.LayerRecord) -> LayerShape:

@@ -1,14 +1,11 @@
 """The codecs: how keys and values are encoded, as one-line texts. `encoding` applies them; this module needs no torch.
 
-    none                     the model's dtype
-    int8, int4, int2         codes in groups (`QuantizedRows`), after KIVI (arXiv 2402.02750)
-    mixed                    the important entries in more bits than the rest, which may have three (int3), after MiKV
-                             (arXiv 2402.18096)
-    klt                      entropy-coded coefficients of a transform of the model, after KVTC (arXiv 2511.01815)
-    lossless                 the model's dtype, bit by bit, in entropy-coded byte planes (`planes`)
-
-A text is a name and parameters: `int4`, `int4:group=64,residual=128`, `klt:classes=1.5/4,shares=25/25`. Its canonical
-form leaves defaults out and keeps the parameters in order; cache ids and manifests hold that form.
+none                     the model's dtype
+int8, int4, int2         codes in groups (`QuantizedRows`), after KIVI (arXiv 2402.02750)
+mixed                    the important entries in more bits than the rest, which may have three (int3), after MiKV
+                         (arXiv 2402.18096)
+klt                      entropy-coded coefficients of a transform of the model, after KVTC (arXiv 2511.01815)
+lossless                 the model's dtype, bit by bit, in entropy-coded byte planes (`planes`)
 """
 
 from __future__ import annotations
@@ -71,7 +68,7 @@ _TEXT_LIMIT: Final = 128
 
 @dataclass(frozen=True)
 class Codec:
-    """One way to encode a cache. Made by `parse`; `str()` is its canonical text.
+    """One way to encode a cache. Made by `parse`; `str()` is its canonical text, as `klt:classes=1.5/4,shares=25/25`.
 
     group: rows of a channel (keys) or channels of a row (values) that share a scale and a zero. residual: the last
     entries of each head, by position, which stay in the model's dtype in a record of their own: they are few, and
@@ -123,8 +120,8 @@ class Codec:
 
     def __str__(self) -> str:
         defaults = {field.name: field.default for field in fields(self)}
-        given = [(key, getattr(self, key)) for key in _PARAMETERS[self.name]]
-        changed = ",".join(f"{key}={_text(value)}" for key, value in given if value != defaults[key])
+        values = [(key, getattr(self, key)) for key in _PARAMETERS[self.name]]
+        changed = ",".join(f"{key}={_text(value)}" for key, value in values if value != defaults[key])
         return f"{self.name}:{changed}" if changed else self.name
 
     @property
@@ -174,8 +171,7 @@ class Codec:
         if self.coded:
             return {("none", 0), (self.name, 0)}  # type: ignore[arg-type]  # names of `CODED` are precisions
         names: tuple[Precision, ...] = (self.high, self.low) if self.name == "mixed" else (self.name,)
-        found: set[tuple[Precision, int]] = {("none", 0)}
-        return found | {(name, self.group) for name in names if name != "none"}
+        return {("none", 0), *((name, self.group) for name in names if name != "none")}
 
 
 def _text(value: float | str | tuple[float, ...]) -> str:
@@ -184,13 +180,13 @@ def _text(value: float | str | tuple[float, ...]) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def resolve(current: str, wanted: str) -> Codec:
-    """The codec of a cache under codec `current` after encoding it under `wanted`.
+def resolve(current: str, target: str) -> Codec:
+    """The codec of a cache under codec `current` after encoding it under `target`.
 
     "none" adds no encoding. Otherwise a quantized cache keeps its codec, and another one raises `InvalidRequest`:
     encoding twice would add up the errors of both codecs unseen.
     """
-    codec, present = Codec.parse(wanted), Codec.parse(current)
+    codec, present = Codec.parse(target), Codec.parse(current)
     if present.name == "none":
         return codec
     if codec.name != "none" and codec != present:

@@ -1,20 +1,4 @@
-"""Rows under the codec `klt`: the coefficients of a transform, rounded to steps and entropy-coded.
-
-The transform is the model's (`transforms`). Keys are coded without their rotation, which would spread every direction
-over all phases. The first tokens of the document stay as they are, in 16 bits: they are unlike all others, and all
-questions attend to them.
-
-The array of a blob, all integers little-endian:
-
-    u32             the step, in parts of 1 / 10,000 of the transform's unit
-    u32             1: the heads of the layer are transformed together; 0: each alone
-    u32[heads]      first rows of each head, which are not coded
-    u32[streams]    bytes of each stream; the highest bit says that it is a Zstandard frame and not `kernels.ans`
-    u4[H * D]       for each channel, its table's distance from that of the transform, plus 8; two to a byte, the first
-                    in the lower half; zeros up to the next multiple of 4 bytes
-    first rows      bfloat16, head by head; zeros up to the next multiple of 4
-    streams         one for each run of 1,024 rows of all heads together, or of each head
-"""
+"""Rows under the codec `klt`: the coefficients of a transform, rounded to steps and entropy-coded."""
 
 from __future__ import annotations
 
@@ -61,8 +45,9 @@ Turn = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class _HeadGroup:
-    """Heads that are transformed together. head: the one, or None: all. order: the table of each channel. rows, sizes:
-    of each run, and the entry of its size; data: `[bytes]`, the streams."""
+    """Heads that are transformed together. head: the number of the only one, None for all heads. order: the table of
+    each channel. rows: of each run. sizes: the array's word on the size of each stream. data: `[bytes]`, all streams.
+    """
 
     head: int | None
     order: list[int]
@@ -73,14 +58,12 @@ class _HeadGroup:
     @property
     def nbytes(self) -> list[int]:
         """Bytes of each stream."""
-        sizes: list[int] = (self.sizes & ~np.uint32(_FRAME)).astype(np.int64).tolist()
-        return sizes
+        return list(map(int, self.sizes & ~np.uint32(_FRAME)))
 
     @property
     def framed(self) -> list[bool]:
         """Which streams are Zstandard frames."""
-        frames: list[bool] = ((self.sizes & np.uint32(_FRAME)) != 0).tolist()
-        return frames
+        return list(map(bool, self.sizes & np.uint32(_FRAME)))
 
     @property
     def streams(self) -> Sequence[Tensor]:
@@ -88,18 +71,18 @@ class _HeadGroup:
 
     def coded(self) -> ans.Runs:
         """The streams that are no frames."""
-        kept = [number for number, frame in enumerate(self.framed) if not frame]
-        streams = self.streams
-        data = self.data if len(kept) == len(self.rows) else torch.cat([self.data[:0], *(streams[i] for i in kept)])
-        return ans.Runs(data, [len(streams[i]) for i in kept], [self.rows[i] for i in kept], self.order)
+        streams = [stream for stream, framed in zip(self.streams, self.framed, strict=True) if not framed]
+        rows = [count for count, framed in zip(self.rows, self.framed, strict=True) if not framed]
+        data = self.data if len(streams) == len(self.rows) else torch.cat([self.data[:0], *streams])
+        return ans.Runs(data, list(map(len, streams)), rows, self.order)
 
     def parts(self, runs: int) -> Iterator[_HeadGroup]:
-        """The group, so many runs at a time."""
+        """The group, `runs` runs at a time."""
         at = 0
         for start in range(0, len(self.rows), runs):
-            own = slice(start, start + runs)
-            size = sum(self.nbytes[own])
-            yield replace(self, rows=self.rows[own], sizes=self.sizes[own], data=self.data[at : at + size])
+            part = slice(start, start + runs)
+            size = sum(self.nbytes[part])
+            yield replace(self, rows=self.rows[part], sizes=self.sizes[part], data=self.data[at : at + size])
             at += size
 
 
@@ -125,7 +108,7 @@ class ByteRows:
 class CodedRows(ByteRows):
     """The keys or the values of a record, as bytes. Head h has `lengths[h]` rows of `num_channels` numbers.
 
-    data: `[bytes]` uint8, the array of a blob. dtype: of the rows once decoded.
+    data: `[bytes]` uint8, the array of a blob (docs/internals/format.md). dtype: of the rows once decoded.
     """
 
     data: Tensor
@@ -152,14 +135,16 @@ class CodedRows(ByteRows):
     @property
     def first(self) -> list[int]:
         """Rows of each head that are not coded."""
-        found: list[int] = self._words[2 : 2 + len(self.lengths)].tolist()
-        return found
+        return list(map(int, self._words[2 : 2 + len(self.lengths)]))
 
     @property
     def run_rows(self) -> list[list[int]]:
         """Rows of each run: of all heads together, or of each head."""
-        left = [length - first for length, first in zip(self.lengths, self.first, strict=True)]
-        return [_runs(rows) for rows in (left[:1] if self.joint else left)]
+        coded = [length - first for length, first in zip(self.lengths, self.first, strict=True)]
+        return [
+            [min(RUN_ROWS, rows - start) for start in range(0, rows, RUN_ROWS)]
+            for rows in (coded[:1] if self.joint else coded)
+        ]
 
     @property
     def _layout(self) -> tuple[int, int, int, int]:
@@ -171,7 +156,7 @@ class CodedRows(ByteRows):
 
     @property
     def _streams(self) -> tuple[int, Any]:
-        """Where the streams begin, in words, and the entries of the streams' sizes."""
+        """Where the streams begin, in words, and the words on their sizes."""
         sizes, shifts, _, streams = self._layout
         return streams, self._words[sizes:shifts]
 
@@ -187,25 +172,24 @@ class CodedRows(ByteRows):
         """Raise `BlobError` unless the array has the parts that its numbers promise. Decodes nothing."""
         heads = len(self.lengths)
         if self.data.numel() % 4 or self.data.numel() // 4 < 2 + heads:
-            raise _malformed(where, "is too short")
+            raise malformed(where, "is too short")
         if self._words[1] > 1 or not 0 < self.step_parts <= 1 << 24:
-            raise _malformed(where, "has another layout or no step")
+            raise malformed(where, "has another layout or no step")
         if self.joint and (len(set(self.lengths)) > 1 or len(set(self.first)) > 1):
-            raise _malformed(where, "has heads of different lengths that are transformed together")
+            raise malformed(where, "has heads of different lengths that are transformed together")
         if any(first > min(length, FIRST_TOKENS) for first, length in zip(self.first, self.lengths, strict=True)):
-            raise _malformed(where, "has more first rows than entries")
+            raise malformed(where, "has more first rows than entries")
         if sum(length // RUN_ROWS for length in self.lengths) > len(self._words):  # before a list of all runs is made
-            raise _malformed(where, "is too short")
+            raise malformed(where, "is too short")
         begin, sizes = self._streams
         if len(self._words) < begin or begin + int((sizes & ~np.uint32(_FRAME)).sum()) // 4 > 1 << 40:
-            raise _malformed(where, "is too short")
+            raise malformed(where, "is too short")
         nbytes = (sizes & ~np.uint32(_FRAME)).astype(np.int64)
         if (nbytes % 4).any() or begin * 4 + int(nbytes.sum()) != self.data.numel():
-            raise _malformed(where, "has streams of other sizes")
+            raise malformed(where, "has streams of other sizes")
 
     def placed(self, states: Tensor, positions: Sequence[Tensor], turn: Turn | None) -> Tensor:
-        """Rows `[entries, D]` in `dtype` of what `states` gives. positions: of each head's rows, for `turn`, which
-        rotates keys; None for values."""
+        """Rows `[entries, D]` in `dtype` from `states`. turn: rotates keys to the `positions` of each head, or None."""
         if turn is None:
             return states.to(self.dtype)
         out = states.to(self.dtype, copy=True)
@@ -215,8 +199,9 @@ class CodedRows(ByteRows):
             if first < shape[1]:
                 out.view(shape)[:, first:] = turn(states.view(shape)[:, first:], positions[0][first:].long())
             return out
-        heads, lengths = torch.split(out, list(self.lengths)), list(self.lengths)
-        for head, rows, places, first in zip(heads, torch.split(states, lengths), positions, self.first, strict=True):
+        lengths = list(self.lengths)
+        heads = zip(torch.split(out, lengths), torch.split(states, lengths), positions, self.first, strict=True)
+        for head, rows, places, first in heads:
             if len(rows) > first:
                 head[first:] = turn(rows[first:], places[first:].long())
         return out
@@ -229,14 +214,14 @@ class CodedRows(ByteRows):
         out = torch.empty(self.shape)
         for group in self._groups(transform, tables):
             basis, done = self._basis(transform, group), 0
-            for few in group.parts(_RUNS_AT_ONCE):
-                (codes,) = _decoded([few], tables, CPU)
+            for part in group.parts(_RUNS_AT_ONCE):
+                (codes,) = _decoded([part], tables, CPU)
                 self._multiply(codes, basis, transform, group, out, done)
-                done += sum(few.rows)
+                done += sum(part.rows)
         return self._with_first_rows(out)
 
     def _groups(self, transform: RowTransform, tables: ans.Tables) -> Iterator[_HeadGroup]:
-        """What is decoded, in order."""
+        """The groups of heads, in the order of their streams."""
         shifts = self._shifts
         begin, sizes = self._streams
         at, runs = 4 * begin, 0
@@ -259,34 +244,31 @@ class CodedRows(ByteRows):
         one alone. basis: `[C, H * D]`, or `[D, D]`. The last channels are often all zeros, and are left out."""
         used = _used(codes)
         heads = range(len(self.lengths)) if group.head is None else [group.head]
-        columns, places = torch.split(basis[:used], self.num_channels, dim=1), torch.split(out, list(self.lengths))
-        for head, own in zip(heads, columns, strict=True):
+        places = torch.split(out, list(self.lengths))
+        for head, head_basis in zip(heads, torch.split(basis[:used], self.num_channels, dim=1), strict=True):
             place = places[head][self.first[head] + done :][: codes.shape[1]]
-            torch.addmm(transform.mean[head], codes[:used].T, own, out=place)
+            torch.addmm(transform.mean[head], codes[:used].T, head_basis, out=place)
 
     def _with_first_rows(self, out: Tensor) -> Tensor:
-        for head, first, kept in zip(torch.split(out, list(self.lengths)), self.first, self._first_rows(), strict=True):
-            head[:first] = kept
-        return out
-
-    def _first_rows(self) -> list[Tensor]:
         _, _, begin, end = self._layout
         raw = torch.from_numpy(self._words[begin:end]).view(torch.bfloat16)
         rows = raw[: sum(self.first) * self.num_channels].view(-1, self.num_channels).float()
-        return list(torch.split(rows, self.first))
+        for head, first in zip(torch.split(out, list(self.lengths)), torch.split(rows, self.first), strict=True):
+            head[: len(first)] = first
+        return out
 
 
 def states_together(
     arrays: Sequence[tuple[CodedRows, RowTransform]], tables: ans.Tables, device: torch.device
 ) -> Iterator[Tensor]:
-    """The `states` of many arrays on a device, whose streams are decoded in one launch; those of one at a time, beside
-    the codes of all. Their numbers are those of the CPU but for the rounding of products. Raises as `states`."""
+    """The `states` of many arrays on a device. All streams are decoded in one launch, and then the states of one array
+    at a time are made. They are those of the CPU but for the rounding of products. Raises as `states`."""
     groups = [list(rows._groups(transform, tables)) for rows, transform in arrays]
-    codes = _decoded([group for of_rows in groups for group in of_rows], tables, device)
-    for (rows, transform), of_rows in zip(arrays, groups, strict=True):
-        out, sent = torch.empty(rows.shape, device=device), transform.decoder_on(device)
-        for group in of_rows:
-            rows._multiply(next(codes), rows._basis(sent, group), sent, group, out, 0)
+    codes = _decoded([group for row_groups in groups for group in row_groups], tables, device)
+    for (rows, transform), row_groups in zip(arrays, groups, strict=True):
+        out, decoder = torch.empty(rows.shape, device=device), transform.decoder_on(device)
+        for group in row_groups:
+            rows._multiply(next(codes), rows._basis(decoder, group), decoder, group, out, 0)
         yield rows._with_first_rows(out)
 
 
@@ -302,13 +284,14 @@ def encode_rows(
     undo: Turn | None,
 ) -> CodedRows:
     """Encode the rows `[n_h, D]` of each head. tokens: the positions of these rows in the document; places: those that
-    keys are rotated to; undo: takes the rotation off keys."""
-    first = [int((found < FIRST_TOKENS).sum()) for found in tokens]
-    kept = [rows[:count] for rows, count in zip(heads, first, strict=True)]
+    keys are rotated to; undo: takes the rotation off keys, which would spread every direction over all phases. The
+    document's first tokens, which all questions attend to, are unlike others and stay in 16 bits."""
+    first = [int((positions < FIRST_TOKENS).sum()) for positions in tokens]
+    first_rows = [rows[:count] for rows, count in zip(heads, first, strict=True)]
     states = []
-    for rows, found, count in zip(heads, places, first, strict=True):
-        left = rows[count:].float()
-        states.append(left if undo is None or not len(left) else undo(left, found[count:].long()))
+    for rows, positions, count in zip(heads, places, first, strict=True):
+        others = rows[count:].float()
+        states.append(others if undo is None or not len(others) else undo(others, positions[count:].long()))
     step = step_parts / STEP_PARTS * transform.unit
     groups = [torch.cat(states, dim=1)] if joint else states  # [n, H * D], or [n, D] of each head
     streams, shifts = [], []
@@ -316,41 +299,35 @@ def encode_rows(
         mean = transform.mean.flatten() if joint else transform.mean[group]
         basis = transform.analysis(None if joint else group)
         dead = _DEAD if transform.weight is None else _DEAD_WEIGHTED
-        codes = _rounded((rows - mean) @ (basis / step), dead).clamp_(-_MAX_CODE, _MAX_CODE).to(torch.int32).T
+        coefficients = (rows - mean) @ (basis / step)
+        rounded = coefficients.sign() * (coefficients.abs() + (0.5 - dead)).floor_()
+        codes = rounded.clamp_(-_MAX_CODE, _MAX_CODE).to(torch.int32).T.numpy()
         order = transform.order(step_parts, None if joint else group)
-        shifts.append(_best_shifts(codes.numpy(), tables, order))
+        shifts.append(_best_shifts(codes, tables, order))
         order = _shifted(order, shifts[-1], tables)
-        streams += [_encoded(run, tables, order) for run in _split(codes.numpy(), RUN_ROWS)]
-    whole = torch.cat(kept).to(torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes()
+        runs = [codes[:, start : start + RUN_ROWS] for start in range(0, codes.shape[1], RUN_ROWS)]
+        streams += [_encoded(run, tables, order) for run in runs]
+    whole = torch.cat(first_rows).to(torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes()
     numbers = [step_parts, int(joint), *first, *(size for _, size in streams)]
     data = (
         np.array(numbers, "<u4").tobytes()
         + _packed(np.concatenate(shifts))
         + whole
         + bytes(-len(whole) % 4)
-        + b"".join(run for run, _ in streams)
+        + b"".join(stream for stream, _ in streams)
     )
-    return CodedRows(
-        torch.frombuffer(bytearray(data), dtype=torch.uint8),
-        tuple(map(len, heads)),
-        heads[0].shape[1],
-        heads[0].dtype,
-    )
-
-
-def _rounded(coefficients: Tensor, dead: float) -> Tensor:
-    """The nearest integers, with the borders between two of them moved away from zero by `dead`."""
-    return coefficients.sign() * (coefficients.abs() + (0.5 - dead)).floor_()
+    array = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return CodedRows(array, tuple(map(len, heads)), heads[0].shape[1], heads[0].dtype)
 
 
 def _best_shifts(codes: Any, tables: ans.Tables, order: Sequence[int]) -> Any:
     """For each channel of `[C, n]`, the shift of its table that takes the fewest bits. The deviations of a document are
     not those of the calibration's texts: 2 to 5 % of the bytes (measured on kvshelf-tiny)."""
     best = np.zeros(len(order), np.int64)
-    wanted = np.array(order)
     sizes = np.minimum(np.abs(codes), _COUNTED)
-    for table in np.unique(wanted):
-        channels = np.flatnonzero(wanted == table)
+    channel_tables = np.array(order)
+    for table in np.unique(channel_tables):
+        channels = np.flatnonzero(channel_tables == table)
         near = [min(max(table + shift, 0), len(tables.frequencies) - 1) for shift in range(-_SHIFTS, _SHIFTS)]
         bits = np.stack([tables.bits(candidate, _COUNTED) for candidate in near])
         counts = np.stack([np.bincount(sizes[channel], minlength=_COUNTED + 1) for channel in channels])
@@ -360,29 +337,21 @@ def _best_shifts(codes: Any, tables: ans.Tables, order: Sequence[int]) -> Any:
 
 
 def _shifted(order: Sequence[int], shifts: Any, tables: ans.Tables) -> list[int]:
-    moved: list[int] = np.clip(np.array(order) + shifts, 0, len(tables.frequencies) - 1).tolist()
-    return moved
+    return list(map(int, np.clip(np.array(order) + shifts, 0, len(tables.frequencies) - 1)))
 
 
 def _packed(shifts: Any) -> bytes:
     halves = np.concatenate([shifts + _SHIFTS, np.zeros(-len(shifts) % 8, np.int64)]).astype(np.uint8)
-    packed: bytes = (halves[::2] | halves[1::2] << 4).tobytes()
-    return packed
-
-
-def _split(codes: Any, rows: int) -> list[Any]:
-    return [codes[:, start : start + rows] for start in range(0, codes.shape[1], rows)]
-
-
-def _runs(rows: int) -> list[int]:
-    return [min(RUN_ROWS, rows - start) for start in range(0, rows, RUN_ROWS)]
+    return bytes(halves[::2] | halves[1::2] << 4)
 
 
 def _encoded(codes: Any, tables: ans.Tables, order: Sequence[int]) -> tuple[bytes, int]:
-    """One run, by the coder that takes fewer bytes, and the entry of its size. Text that repeats itself (boilerplate,
+    """One run, by the coder that takes fewer bytes, and the word on its size. Text that repeats itself (boilerplate,
     logs) has keys and values that do, too: a dictionary then takes a third of the bytes."""
     stream = ans.encode(codes, tables, order)
-    plain = _narrow(codes).tobytes()
+    largest = int(np.abs(codes).max(initial=0))
+    smallest_type = "<i1" if largest < 1 << 7 else "<i2" if largest < 1 << 15 else "<i4"
+    plain = np.ascontiguousarray(codes).astype(smallest_type).tobytes()
     quick = len(zstandard.ZstdCompressor(level=1).compress(plain))
     if quick < _WORTH_A_FRAME * len(stream):
         frame = zstandard.ZstdCompressor(level=19).compress(plain)
@@ -392,26 +361,18 @@ def _encoded(codes: Any, tables: ans.Tables, order: Sequence[int]) -> tuple[byte
     return stream, len(stream)
 
 
-def _narrow(codes: Any) -> Any:
-    """Codes as the smallest integers that hold them."""
-    largest = int(np.abs(codes).max(initial=0))
-    return np.ascontiguousarray(codes).astype("<i1" if largest < 1 << 7 else "<i2" if largest < 1 << 15 else "<i4")
-
-
 def _decoded(groups: Sequence[_HeadGroup], tables: ans.Tables, device: torch.device) -> Iterator[Tensor]:
     """Codes `[C, rows of all runs]` fp32 of each group."""
-    for group, (codes, sound) in zip(
-        groups, ans.decode([group.coded() for group in groups], tables, device), strict=True
-    ):
+    decoded = ans.decode([group.coded() for group in groups], tables, device)
+    for group, (codes, sound) in zip(groups, decoded, strict=True):
         if not all(sound):
-            raise _malformed("a stream", "is not what an encoder writes")
+            raise malformed("a stream", "is not what an encoder writes")
         if any(group.framed):
-            rows = [count for count, frame in zip(group.rows, group.framed, strict=True) if not frame]
-            coded = iter(torch.split(codes, rows, dim=1))
-            runs = zip(group.streams, group.rows, group.framed, strict=True)
+            runs = list(zip(group.streams, group.rows, group.framed, strict=True))
+            coded = iter(torch.split(codes, [count for _, count, framed in runs if not framed], dim=1))
             parts = [
-                _unframed(run, count, len(group.order)).to(device) if frame else next(coded)
-                for run, count, frame in runs
+                _unframed(run, count, len(group.order)).to(device) if framed else next(coded)
+                for run, count, framed in runs
             ]
             codes = torch.cat(parts, dim=1)
         yield codes
@@ -433,15 +394,16 @@ def _unframed(run: Tensor, rows: int, channels: int) -> Tensor:
     most = 4 * rows * channels
     try:
         if zstandard.frame_content_size(raw[4 : 4 + size]) > most:
-            raise _malformed("a stream", "has too many codes")
+            raise malformed("a stream", "has too many codes")
         plain = zstandard.ZstdDecompressor().decompress(raw[4 : 4 + size], max_output_size=most)
     except zstandard.ZstdError as error:
-        raise _malformed("a stream", f"is no Zstandard frame ({error})") from error
+        raise malformed("a stream", f"is no Zstandard frame ({error})") from error
     width = len(plain) // (rows * channels) if rows * channels else 0
     if width not in (1, 2, 4) or len(plain) != width * rows * channels:
-        raise _malformed("a stream", "has another number of codes")
+        raise malformed("a stream", "has another number of codes")
     return torch.from_numpy(np.frombuffer(plain, f"<i{width}").reshape(channels, rows).astype(np.float32))
 
 
-def _malformed(where: str, what: str) -> BlobError:
+def malformed(where: str, what: str) -> BlobError:
+    """The refusal of an array that no encoder writes."""
     return BlobError(f"{where} {what}", reason="coded_malformed")

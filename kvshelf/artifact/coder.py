@@ -1,5 +1,4 @@
-"""The codec `klt` for one model: its transforms, and its RoPE, which is undone before and done again after. And plain
-rows from those of any codec that has to be decoded."""
+"""The codec `klt` for one model, by its transforms and its RoPE; and plain rows from those of any coding codec."""
 
 from __future__ import annotations
 
@@ -55,8 +54,7 @@ class LayerCoder:
     repositioned: bool
 
     def encoded(self, record: PackedRecord, codec: Codec, where: str) -> PackedRecord:
-        """The record with coded rows, on the CPU. Raises `InvalidRequest` for heads that cannot be transformed
-        together."""
+        """The record with coded rows, on the CPU. Raises `InvalidRequest` for `heads=joint` of different tokens."""
         record = record.to("cpu")
         assert isinstance(record.keys, Tensor)
         assert isinstance(record.values, Tensor)
@@ -96,11 +94,11 @@ class LayerCoder:
         return self._finished(record, *states)
 
     def on(self, device: torch.device) -> LayerCoder:
-        """What decodes on a device: its transforms are there."""
-        return replace(self, transform={kind: own.decoder_on(device) for kind, own in self.transform.items()})
+        """The decoder whose transforms are on a device."""
+        return replace(self, transform={kind: rows.decoder_on(device) for kind, rows in self.transform.items()})
 
     def _finished(self, record: PackedRecord, states: Tensor, values: Tensor) -> PackedRecord:
-        """The record with plain rows, by the states of its keys and values, on their device."""
+        """The record with plain rows, from the states of its keys and values, on their device."""
         assert isinstance(record.keys, CodedRows)
         assert isinstance(record.values, CodedRows)
         rotate = self.coder.rotate if record.rope_mode == "baked" else None
@@ -111,19 +109,18 @@ class LayerCoder:
         return replace(record, keys=keys, values=record.values.placed(values, (), None))
 
     def _foretold(self, record: Packed, keys: Tensor, *, joint: bool) -> Tensor:
-        """What values `[entries, D]` fp32 are expected to be beyond their means, by keys as they are decoded, before
-        they are rotated: a rotation gives other last bits in each form. 0 for the first tokens, whose keys are unlike
-        all others."""
+        """How far values `[entries, D]` fp32 are expected to be from their means: foretold from decoded keys, before
+        the rotation, which gives other last bits in each form. 0 for the first tokens, whose keys are unlike others."""
         values = self.transform["values"]
         assert values.joint_slope is not None
-        assert values.each_slope is not None
+        assert values.per_head_slope is not None
         heads = torch.split(keys, record.lengths)
         states = [rows - mean for rows, mean in zip(heads, self.transform["keys"].mean, strict=True)]
         if joint:
             whole = torch.cat(states, dim=1) @ values.joint_slope
-            expected = torch.cat(torch.split(whole, values.each_slope.shape[2], dim=1))
+            expected = torch.cat(torch.split(whole, values.per_head_slope.shape[2], dim=1))
         else:
-            expected = torch.cat([rows @ slope for rows, slope in zip(states, values.each_slope, strict=True)])
+            expected = torch.cat([rows @ slope for rows, slope in zip(states, values.per_head_slope, strict=True)])
         first = torch.cat(record.positions).to(keys.device) < FIRST_TOKENS
         return expected.masked_fill_(first[:, None], 0)
 
@@ -131,31 +128,35 @@ class LayerCoder:
         """The positions that the keys of each head are rotated to, on the CPU, as the keys are while they are coded."""
         if self.repositioned:
             return [torch.arange(length) for length in record.lengths]
-        return [each.cpu() for each in record.positions]
+        return [positions.cpu() for positions in record.positions]
 
 
 def plain_layers(
     layers: Mapping[int, LayerRecord], coder: Coder, repositioned: bool, device: torch.device
 ) -> dict[int, LayerRecord]:
     """As `plain_layer`, of several layers at once, whose rows are then on a device that decodes streams side by side.
-    Raises as `plain_layer`, whichever of the layers it is. Takes `codes_bytes` of all layers, and twice that of
-    one."""
-    entries = {index: own for index, layer in layers.items() if (own := entries_of(layer)) is not None}
-    records: list[tuple[LayerCoder, PackedRecord]] = [
-        (coder.layer(index, repositioned), plain_record(part))
-        for index, own in entries.items()
-        for part in parts_of(own)
+    Takes `codes_bytes` of all layers, and twice that of one. Raises as `plain_layer`, whichever of the layers it is."""
+    records: dict[int, list[PackedRecord]] = {
+        index: [plain_record(part) for part in parts_of(entries)]
+        for index, layer in layers.items()
+        if (entries := entries_of(layer)) is not None
+    }
+    coders = {index: coder.layer(index, repositioned) for index in records}
+    arrays = [
+        (rows, coders[index].transform[kind])
+        for index, parts in records.items()
+        for part in parts
+        for kind, rows in _coded(part).items()
     ]
-    arrays = [(rows, of_layer.transform[kind]) for of_layer, record in records for kind, rows in _coded(record).items()]
     states = states_together(arrays, coder.transforms.tables, device)
-    made = iter(
-        [
-            of_layer.on(device)._finished(record, next(states), next(states)) if _coded(record) else record
-            for of_layer, record in records
+    plain: dict[int, LayerRecord] = {}
+    for index, layer in layers.items():
+        parts = [
+            coders[index].on(device)._finished(part, next(states), next(states)) if _coded(part) else part
+            for part in records.get(index, ())
         ]
-    )
-    plain = {index: entries_from([next(made) for _ in parts_of(own)]) for index, own in entries.items()}
-    return {index: with_entries(layer, plain[index]) if index in plain else layer for index, layer in layers.items()}
+        plain[index] = with_entries(layer, entries_from(parts)) if parts else layer
+    return plain
 
 
 def codes_bytes(layer: LayerRecord) -> int:
@@ -172,26 +173,25 @@ def plain_layer(layer: LayerRecord, coder: CacheDecoder | None, index: int, repo
     entries = entries_of(layer)
     if entries is None:
         return layer
-    of_layer = None if coder is None else coder.layer(index, repositioned)
-    return with_entries(layer, entries_from([plain_record(part, of_layer) for part in parts_of(entries)]))
+    decoder = None if coder is None else coder.layer(index, repositioned)
+    return with_entries(layer, entries_from([plain_record(part, decoder) for part in parts_of(entries)]))
 
 
-def plain_record(record: PackedRecord, of_layer: LayerDecoder | None = None) -> PackedRecord:
+def plain_record(record: PackedRecord, decoder: LayerDecoder | None = None) -> PackedRecord:
     """As `plain_layer`, of one record."""
     rows = {name: getattr(record, name) for name in record.row_names}
     planes: dict[str, Any] = {name: array.decode() for name, array in rows.items() if isinstance(array, PlaneRows)}
     record = replace(record, **planes) if planes else record
-    return record if of_layer is None else of_layer.decoded(record)
+    return record if decoder is None else decoder.decoded(record)
 
 
 def _coded(record: PackedRecord) -> dict[Kind, CodedRows]:
-    """The keys and the values of a record that is coded; of any other nothing."""
+    """The keys and the values of a coded record; of any other record nothing."""
     rows: dict[Kind, Any] = {"keys": record.keys, "values": record.values}
-    return rows if all(isinstance(own, CodedRows) for own in rows.values()) else {}
+    return rows if all(isinstance(array, CodedRows) for array in rows.values()) else {}
 
 
 def _alike(record: Packed) -> bool:
-    """Whether all heads keep the same tokens."""
     if not record.uniform:
         return False
     positions = record.entry_positions.view(record.kv_heads, -1)

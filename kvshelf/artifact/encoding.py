@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, islice, zip_longest
+from itertools import accumulate, islice
 from typing import Any, Final
 
 import torch
@@ -61,62 +61,65 @@ def encode(
     a record that is quantized already, holds NaN or infinity, or lacks the importance that mixed chooses by.
     """
     if refusals is None:
-        made = encode(codec, record, where, coder, classes, whole_groups, refusals := Refusals())
+        encoded = encode(codec, record, where, coder, classes, whole_groups, refusals := Refusals())
         refusals.settle()
-        return made
+        return encoded
     if codec.name == "none":
         return record
     parts = parts_of(record)
     for part in parts:
         part.require_codec(codec)
     if codec.name == "lossless":
-        return entries_from([_planed(part, where) for part in parts])
+        planes = []
+        for part in parts:
+            _require_plain(part, where)
+            rows: dict[str, Any] = {name: encode_planes(getattr(part, name)) for name in part.row_names}
+            planes.append(replace(part.to("cpu"), **rows, importance=None, precise=None))
+        return entries_from(planes)
     if codec.name == "klt":
         if coder is None:
             raise refused("codec klt needs the transforms of the model; encode the cache by its engine: Engine.encoded")
         for part in parts:
             _require_encodable(part, where, refusals)
-        pieces = [coder.encoded(piece, one, where) for one, piece in _by_class(codec, parts, classes)]
+        by_class = _by_class(codec, parts, classes)
+        pieces = [coder.encoded(piece, class_codec, where) for class_codec, piece in by_class]
     else:
         pieces = []
-        for part, then in zip_longest(parts, parts[1:]):
+        for part in parts:
             # The newest entries beside pruned ones have a part and a residual of their own.
-            own = replace(codec, residual=0) if isinstance(part, Pruned) and then is not None else codec
-            pieces += _pieces(own, part, where, whole_groups, refusals)
-    if not pieces:  # the layer kept no entries
-        return record
-    return entries_from(pieces)
+            with_residual = not isinstance(part, Pruned) or part is parts[-1]
+            part_codec = codec if with_residual else replace(codec, residual=0)
+            pieces += _pieces(part_codec, part, where, whole_groups, refusals)
+    return entries_from(pieces) if pieces else record  # without pieces, the layer kept no entries
 
 
 def apart(
     layers: Sequence[Entries], spans: Sequence[tuple[int, int]]
 ) -> list[tuple[list[PackedRecord], list[PackedRecord]]]:
-    """Of each layer the records that no codec touches, of the entries in protected `spans`, and those of its others.
-    How many they are is asked once, for all layers."""
+    """For each layer, the records of its entries in protected `spans`, which no codec touches, and those of its other
+    entries. The device is asked once for the counts of all layers."""
     if not spans:
         return [([], list(parts_of(entries))) for entries in layers]
     parts = [part for entries in layers for part in parts_of(entries)]
     inside = [in_spans(part.entry_positions, spans) for part in parts]
     counts = [
-        torch.stack([head.sum() for head in torch.split(own, part.lengths)])
-        for own, part in zip(inside, parts, strict=True)
+        torch.stack([head.sum() for head in torch.split(mask, part.lengths)])
+        for mask, part in zip(inside, parts, strict=True)
     ]
-    counted = zip(parts, inside, [own.tolist() for own in download(counts)], strict=True)
+    counted = zip(parts, inside, [numbers.tolist() for numbers in download(counts)], strict=True)
     return [_parted(list(islice(counted, len(parts_of(entries))))) for entries in layers]
 
 
-def _parted(
-    parts: Sequence[tuple[PackedRecord, Tensor, list[int]]],
-) -> tuple[list[PackedRecord], list[PackedRecord]]:
-    """Of the parts of a layer, which of their entries are in spans, and how many of each head."""
-    aside, left = [], []
+def _parted(parts: Sequence[tuple[PackedRecord, Tensor, list[int]]]) -> tuple[list[PackedRecord], list[PackedRecord]]:
+    """As `apart`, of one layer. parts: each with a mask of its entries in spans, and their number in each head."""
+    protected, others = [], []
     for part, inside, counts in parts:
-        others = _others(part, counts)
+        other_counts = _others(part, counts)
         if any(counts):
-            aside.append(replace(part.select(inside, counts), importance=None, precise=None))
-        if any(others):
-            left.append(replace(part.select(~inside, others), precise=part.precise) if any(counts) else part)
-    return aside, left
+            protected.append(replace(part.select(inside, counts), importance=None, precise=None))
+        if any(other_counts):
+            others.append(replace(part.select(~inside, other_counts), precise=part.precise) if any(counts) else part)
+    return protected, others
 
 
 def classes_of(codec: Codec, layers: Sequence[Entries], num_tokens: int) -> list[Tensor]:
@@ -127,9 +130,12 @@ def classes_of(codec: Codec, layers: Sequence[Entries], num_tokens: int) -> list
     layers that keep their own share of each class lose answers: on kvshelf-tiny, kvcues at half removed under
     `classes=1.5/4,shares=25/25` answers 90 % so, and 98 % by one threshold.
     """
-    parts = [parts_of(layer) for layer in layers]
-    importance = [_importance(codec, part, f"layer {index}") for index, each in enumerate(parts) for part in each]
-    order = torch.cat([found.cpu() for found in importance]).argsort(descending=True, stable=True)
+    importance = [
+        _importance(codec, part, f"layer {index}").cpu()
+        for index, layer in enumerate(layers)
+        for part in parts_of(layer)
+    ]
+    order = torch.cat(importance).argsort(descending=True, stable=True)
     whole = num_tokens * sum(layer.kv_heads for layer in layers)
     ends = torch.tensor([int(whole * share / 100) for share in accumulate(codec.shares[:-1])])
     classes = torch.empty_like(order)
@@ -146,10 +152,10 @@ def _by_class(
         return
     steps = [replace(codec, step=step, classes=(), shares=()) for step in codec.classes]
     for part, members in zip(parts, torch.split(classes, [part.entries for part in parts]), strict=True):
-        for number, one in enumerate(steps):
+        for number, class_codec in enumerate(steps):
             chosen = (members == number).to(part.entry_positions.device)
             if chosen.any():
-                yield one, part.select(chosen)
+                yield class_codec, part.select(chosen)
 
 
 def _pieces(
@@ -171,19 +177,13 @@ def _pieces(
 
 
 def _others(record: PackedRecord, counts: Sequence[int]) -> list[int]:
-    """Entries of each head beside so many."""
+    """The number of each head's entries beyond `counts`."""
     return [length - count for length, count in zip(record.lengths, counts, strict=True)]
-
-
-def _planed(record: PackedRecord, where: str) -> PackedRecord:
-    _require_plain(record, where)
-    rows: dict[str, Any] = {name: encode_planes(getattr(record, name)) for name in record.row_names}
-    return replace(record.to("cpu"), **rows, importance=None, precise=None)
 
 
 def _important(codec: Codec, record: PackedRecord, where: str) -> tuple[Tensor, Sequence[int]]:
     """`[entries]` bool: the most important `share` of each head's entries, or as many as the policy says; ties go to
-    the earlier entry. And how many of each head."""
+    the earlier entry. And their number in each head."""
     importance, counts = _importance(codec, record, where), _precise(codec, record, where)
     chosen = torch.zeros(record.entries, dtype=torch.bool, device=importance.device)
     heads = zip(record.offsets, torch.split(importance, record.lengths), strict=False)
@@ -230,8 +230,7 @@ def _quantized(
 
 
 def _last(record: Packed, count: int, group: int) -> tuple[Tensor, list[int]]:
-    """`[entries]` bool: the last `count` entries of each head, or a few more: whole groups stand before them. And how
-    many of each head."""
+    """`[entries]` bool: the last `count` entries of each head or a few more, behind whole groups; and their numbers."""
     last = torch.zeros(record.entries, dtype=torch.bool, device=record.entry_positions.device)
     before = [max(0, length - count) // group * group for length in record.lengths]
     for start, stop, whole in zip(record.offsets, record.offsets[1:], before, strict=False):

@@ -1,7 +1,4 @@
-"""An exported cache: its blob, and behind it what a shelf knew about it. docs/internals/format.md describes the bytes.
-
-The blob is the same whatever is known about it. An export without that part is the blob alone.
-"""
+"""An exported cache: its blob, and behind it what a shelf knew about it (docs/internals/format.md)."""
 
 from __future__ import annotations
 

@@ -1,14 +1,9 @@
-"""A cache that goes on: the records of a stored cache, its parent, and those of tokens appended to it.
-
-Records of the parent stay as they are, so that a home can store both with one copy of their bytes. Only what no later
-token sees in them gives way: windows and chunks move on, recurrent states change, and the residual of a quantizing
-codec is quantized, once there are newer entries to take its place.
-"""
+"""The layers of a stored cache, the parent, joined with those of tokens that are appended to it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Final
 
 import torch
@@ -34,8 +29,7 @@ from kvshelf.errors import InvalidRequest
 from kvshelf.kernels.quantize.rows import QuantizedRows, Rows, by_head, plain
 
 _JOIN_AT: Final = 12
-"""Records of a layer from which on neighbours are joined: attention reads each by an operation of its own, and joining
-copies all of them, so not at every append."""
+"""Records of a layer from which on neighbours are joined, which copies them. Attention reads each by an operation."""
 
 Encode = Callable[[Sequence[LayerRecord]], Sequence[LayerRecord]]
 """Encodes layers under the parent's codec, in whole groups."""
@@ -49,22 +43,26 @@ def placed(entries: Entries, first: int) -> Entries:
 
 
 def followed(parent: Sequence[LayerRecord], appended: Sequence[LayerRecord]) -> list[LayerRecord]:
-    """The layers of a document once tokens are appended to it, as they are. parent, appended: of each layer, the
-    appended ones at their places in the whole document."""
+    """The layers of a document once tokens are appended to it, without a codec. parent, appended: the layers of both,
+    the appended ones at their places in the whole document."""
     return [_with_parts(new, (*_staying(old), *_parts(new))) for old, new in zip(parent, appended, strict=True)]
 
 
 def grown(
     parent: Sequence[LayerRecord], appended: Sequence[LayerRecord], codec: str, encode: Encode
 ) -> list[LayerRecord]:
-    """As `followed`, under the codec of the parent. The appended layers are not encoded yet; `encode` does it.
+    """As `followed`, under the codec of the parent. The appended layers are not encoded yet; `encode` does it. Records
+    of the parent stay as they are, so that a home has one copy of their bytes. Only windows and chunks, states, and the
+    residual of a quantizing codec give way.
 
     Raises `InvalidRequest` where a layer would have more records than a blob holds.
     """
     cut = [_cut(old, Codec.parse(codec)) for old in parent]
-    behind = [_with_parts(new, _behind(residual, new)) for (_, residual), new in zip(cut, appended, strict=True)]
+    unencoded = [
+        _with_parts(new, _with_residual(residual, new)) for (_, residual), new in zip(cut, appended, strict=True)
+    ]
     layers: list[LayerRecord] = []
-    for (staying, _), new in zip(cut, encode(behind), strict=True):
+    for (staying, _), new in zip(cut, encode(unencoded), strict=True):
         parts = (*staying, *_parts(new))
         if len(parts) >= _JOIN_AT:
             parts = joined(parts)
@@ -82,15 +80,15 @@ def joined(parts: Sequence[PackedRecord]) -> tuple[PackedRecord, ...]:
     """The records of a layer, fewer where the rows of one can stand behind those of another just as they are: plain
     ones, and codes behind whole groups. A first record with most of the entries stays alone: it is what a home has one
     copy of for all that grew from it."""
-    apart = 1 if parts[0].entries > sum(part.entries for part in parts[1:]) else 0
-    made: list[list[PackedRecord]] = [[part] for part in parts[:apart]]
-    for part in parts[apart:]:
-        group = next((group for group in made[apart:] if _continues(group[-1], part)), None)
+    alone = 1 if parts[0].entries > sum(part.entries for part in parts[1:]) else 0
+    groups: list[list[PackedRecord]] = [[part] for part in parts[:alone]]
+    for part in parts[alone:]:
+        group = next((group for group in groups[alone:] if _continues(group[-1], part)), None)
         if group is None:
-            made.append([part])
+            groups.append([part])
         else:
             group.append(part)
-    return tuple(group[0] if len(group) == 1 else _one(group) for group in made)
+    return tuple(group[0] if len(group) == 1 else _one(group) for group in groups)
 
 
 def plain_again(layer: LayerRecord, spans: Sequence[tuple[int, int]]) -> LayerRecord:
@@ -100,17 +98,16 @@ def plain_again(layer: LayerRecord, spans: Sequence[tuple[int, int]]) -> LayerRe
     entries = entries_of(layer)
     if entries is None or isinstance(entries, Recent):
         return layer
-    ((aside, left),) = apart([entries], spans)
-    rows = [replace(part, keys=plain(part.rows[0]), values=plain(part.rows[1])) for part in left]
-    if len(rows) > 1:
-        if not all(part.continues and _alike(rows[0], part) for part in rows):
+    ((protected, others),) = apart([entries], spans)
+    parts = [replace(part, keys=plain(part.rows[0]), values=plain(part.rows[1])) for part in others]
+    if len(parts) > 1:
+        if not all(part.continues and _alike(parts[0], part) for part in parts):
             raise refused("records of this kind are not coded a second time")
-        rows = [_one(rows)]
-    return with_entries(layer, entries_from([*aside, *rows]))
+        parts = [_one(parts)]
+    return with_entries(layer, entries_from([*protected, *parts]))
 
 
 def _parts(layer: LayerRecord) -> tuple[PackedRecord, ...]:
-    """The records of a layer that have entries."""
     entries = entries_of(layer)
     return () if entries is None else tuple(part for part in parts_of(entries) if part.entries)
 
@@ -131,9 +128,8 @@ def _cut(layer: LayerRecord, codec: Codec) -> tuple[tuple[PackedRecord, ...], Pa
     return staying[:-1], last
 
 
-def _behind(residual: PackedRecord | None, new: LayerRecord) -> tuple[PackedRecord, ...]:
-    """The parent's residual and the new entries, as one record where that is possible: then as few groups as possible
-    are cut short."""
+def _with_residual(residual: PackedRecord | None, new: LayerRecord) -> tuple[PackedRecord, ...]:
+    """The parent's residual and the new entries, if possible as one record, in which fewer groups are cut short."""
     parts = _parts(new)
     if residual is None:
         return parts
@@ -151,13 +147,10 @@ def _continues(first: PackedRecord, then: PackedRecord) -> bool:
     """Whether the rows of `then` can stand behind those of `first` in one record, and take the same numbers there."""
     if not _alike(first, then) or not first.continues or first.dtype != then.dtype:
         return False
-    rows = (first.keys, then.keys)
-    if any(all(isinstance(each, kind) for each in rows) for kind in (Tensor, PlaneRows)):
-        return True
-    one, other = rows
-    if not isinstance(one, QuantizedRows) or not isinstance(other, QuantizedRows):
-        return False
-    return (one.bits, one.group) == (other.bits, other.group) and not any(n % one.group for n in one.lengths)
+    rows, others = first.keys, then.keys
+    if isinstance(rows, QuantizedRows) and isinstance(others, QuantizedRows):
+        return (rows.bits, rows.group) == (others.bits, others.group) and not any(n % rows.group for n in rows.lengths)
+    return any(isinstance(rows, kind) and isinstance(others, kind) for kind in (Tensor, PlaneRows))
 
 
 def _alike(first: PackedRecord, then: PackedRecord) -> bool:
@@ -175,24 +168,31 @@ def _one(records: Sequence[PackedRecord]) -> PackedRecord:
         coded = [encode_planes(rows) for rows in whole.rows]  # type: ignore[arg-type]  # tensors, once decoded
         return replace(whole, keys=coded[0], values=coded[1])
     lengths = [sum(of_head) for of_head in zip(*(record.lengths for record in records), strict=True)]
-    positions = _by_head([record.positions for record in records])
-    given = {each.name: getattr(first, each.name) for each in fields(first)}
     keys, values = (_rows([record.rows[which] for record in records], records, lengths) for which in (0, 1))
-    given |= {"keys": keys, "values": values, "entries_at": positions, "offsets": offsets_of(lengths)}
     columns = {
         name: _by_head([torch.split(record.columns[name], record.lengths) for record in records])
         for name in first.columns
     }
-    return type(first)(**given | {"importance": None, "precise": None, "columns": columns})
+    return replace(
+        first,
+        keys=keys,
+        values=values,
+        entries_at=_by_head([record.positions for record in records]),
+        offsets=offsets_of(lengths),
+        importance=None,
+        precise=None,
+        columns=columns,
+    )
 
 
 def _rows(rows: Sequence[Rows], records: Sequence[PackedRecord], lengths: Sequence[int]) -> Rows:
-    heads = [by_head(each, record.lengths) for each, record in zip(rows, records, strict=True)]
+    heads = [by_head(array, record.lengths) for array, record in zip(rows, records, strict=True)]
     first = rows[0]
     if isinstance(first, Tensor):
         return _by_head(heads)  # type: ignore[arg-type]  # all are tensors
     codes, scales, zeros = (
-        _by_head([[getattr(head, name) for head in each] for each in heads]) for name in ("codes", "scales", "zeros")
+        _by_head([[getattr(head, name) for head in record_heads] for record_heads in heads])
+        for name in ("codes", "scales", "zeros")
     )
     return replace(first, codes=codes, scales=scales, zeros=zeros, lengths=tuple(lengths))
 

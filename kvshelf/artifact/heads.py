@@ -16,8 +16,7 @@ from kvshelf.kernels.quantize.rows import QuantizedRows, Rows
 
 
 def cut(entries: Entries, first: int, last: int) -> Entries:
-    """The KV heads `first` to `last - 1` of a layer, in memory of their own. Raises `StateConflict` for a layer that is
-    coded."""
+    """The KV heads `first` to `last - 1` of a layer, in their own memory. Raises `StateConflict` for coded layers."""
     return entries_from([_cut(part, first, last) for part in parts_of(entries)])
 
 
@@ -25,7 +24,7 @@ def joined(parts: Sequence[Entries]) -> Entries:
     """A layer whose heads are those of `parts`, one after the other. Rows must not be quantized."""
     if len(parts) == 1:
         return parts[0]
-    return entries_from([_joined(each) for each in zip(*map(parts_of, parts), strict=True)])
+    return entries_from([_joined(records) for records in zip(*map(parts_of, parts), strict=True)])
 
 
 def _cut(record: PackedRecord, first: int, last: int) -> PackedRecord:
@@ -43,9 +42,9 @@ def _cut(record: PackedRecord, first: int, last: int) -> PackedRecord:
     return replace(record, **fields, **record.own_cut(first, last))
 
 
-def _rows_cut(rows: Rows, own: slice, first: int, last: int) -> Rows:
+def _rows_cut(rows: Rows, place: slice, first: int, last: int) -> Rows:
     if isinstance(rows, Tensor):
-        return rows[own].clone()
+        return rows[place].clone()
     heads = rows.heads()[first:last]
     coded: dict[str, Any] = {
         name: torch.cat([getattr(head, name) for head in heads]) for name in ("codes", "scales", "zeros")
@@ -57,7 +56,7 @@ def _joined(records: Sequence[PackedRecord]) -> PackedRecord:
     def of_all(name: str) -> Tensor:
         return torch.cat([getattr(record, name) for record in records])
 
-    assert not any(isinstance(each, QuantizedRows) for record in records for each in record.rows)
+    assert not any(isinstance(rows, QuantizedRows) for record in records for rows in record.rows)
     first = records[0]
     fields: dict[str, Any] = {
         "keys": of_all("keys"),

@@ -1,9 +1,4 @@
-"""The identity of a compressed cache: everything that its content address is computed over.
-
-A cache can only be attached to the model that made it. `ModelIdentity` holds all fields that must match; `Identity`
-adds the document, the prefill and the policy. Two caches with equal identities have equal bytes on the same device and
-versions, so a repeated creation is found on the shelf instead of being computed again.
-"""
+"""The identity of a compressed cache: everything that its content address is computed over."""
 
 from __future__ import annotations
 
@@ -24,8 +19,8 @@ Boundary = Literal["text", "document", "after_system", "after_user", "after_assi
 RopeMode = Literal["baked", "pre"]
 """Whether a layer's keys are rotated to the positions of their tokens, or not rotated yet."""
 
-_UNSAID = ("date", "variables", "protect", "images", "image_encoder")
-"""Fields of an identity that are left out where there is nothing to say."""
+_OPTIONAL = ("date", "variables", "protect", "images", "image_encoder")
+"""Fields of an identity that its JSON leaves out where they are empty."""
 
 MAX_PROTECTED_SPANS = 1024
 """Of a document. Limited, because its blob's header has them."""
@@ -77,9 +72,8 @@ def _sorted(value: Any) -> Any:
 class ModelIdentity:
     """Everything in a model that the KV of a prefill and the text around the document depend on.
 
-    `weights`, `tokenizer` and `template` are hex digests; `rope` and `attention` are canonical JSON, so that people can
-    read a mismatch; `name` is for people and is never compared. `tokenizer` and `template` are "" where the engine has
-    none.
+    `weights`, `tokenizer` and `template` are hex digests, the latter two "" where the engine has none. `rope` and
+    `attention` are canonical JSON, so that people can read a mismatch. `name` is for people and is never compared.
     """
 
     name: str = field(compare=False)
@@ -95,8 +89,8 @@ class ModelIdentity:
         return digest("kvshelf.model", *(getattr(self, f.name) for f in fields(self) if f.compare))
 
     @property
-    def own(self) -> ModelIdentity:
-        """That of the model alone, without links."""
+    def unlinked(self) -> ModelIdentity:
+        """The identity of the model alone, without links."""
         return self
 
     def links(self, made_under: ModelIdentity) -> bool:  # noqa: ARG002
@@ -109,14 +103,14 @@ class ModelIdentity:
         A side that has no tokenizer works with token ids only and cannot disagree about text.
         """
         for f in fields(ModelIdentity):
-            ours, theirs = getattr(self, f.name), getattr(made_under, f.name)
+            value, cache_value = getattr(self, f.name), getattr(made_under, f.name)
             textual = f.name in ("tokenizer", "template") and "" in (self.tokenizer, made_under.tokenizer)
-            if f.compare and ours != theirs and not textual:
+            if f.compare and value != cache_value and not textual:
                 raise ModelMismatch(
                     f"the cache was made under {made_under.name!r} (fingerprint {made_under.fingerprint()[:16]}) and "
                     f"cannot be attached to {self.name!r} (fingerprint {self.fingerprint()[:16]}): {f.name} differs, "
-                    f"{theirs[:80]!r} against {ours[:80]!r}. Load the model it was made with, or compress the document "
-                    "again with this one." + (_LINK_HINT if f.name == "weights" else ""),
+                    f"{cache_value[:80]!r} against {value[:80]!r}. Load the model it was made with, or compress the "
+                    "document again with this one." + (_LINK_HINT if f.name == "weights" else ""),
                     cache_fingerprint=made_under.fingerprint(),
                     model_fingerprint=self.fingerprint(),
                     field=f.name,
@@ -125,18 +119,17 @@ class ModelIdentity:
 
 @dataclass(frozen=True)
 class LinkedIdentity(ModelIdentity):
-    """That of a model which also answers from caches of other weights, because the agreement of both was measured.
-    linked: the agreement with each model that made these caches, by its fingerprint. Its own caches do not depend on
-    them."""
+    """The identity of a model that also answers from caches of other models, because the agreement was measured.
+    linked: the agreement by the other's fingerprint. The model's own caches do not depend on it."""
 
     linked: Mapping[str, float] = field(default_factory=dict, compare=False)
 
     @property
-    def own(self) -> ModelIdentity:
-        return ModelIdentity(**{one.name: getattr(self, one.name) for one in fields(ModelIdentity)})
+    def unlinked(self) -> ModelIdentity:
+        return ModelIdentity(**{field.name: getattr(self, field.name) for field in fields(ModelIdentity)})
 
     def links(self, made_under: ModelIdentity) -> bool:
-        return (made := made_under.fingerprint()) in self.linked and made != self.fingerprint()
+        return made_under.fingerprint() in self.linked.keys() - {self.fingerprint()}
 
     def require_match(self, made_under: ModelIdentity) -> None:
         if not self.links(made_under):
@@ -157,7 +150,7 @@ class LinkedIdentity(ModelIdentity):
 
 @dataclass(frozen=True)
 class Identity:
-    """Everything the bytes of a compressed cache depend on.
+    """Everything the bytes of a compressed cache depend on: equal identities have equal bytes on the same device.
 
     `document` is a digest of the token ids, never the text. `prefill` names the prefill mode ("whole"), because a
     chunked prefill gives other numbers. `policy_params` are the parameters as used, after defaults were shrunk to the
@@ -200,16 +193,15 @@ class Identity:
         object.__setattr__(self, "compression_ratio", float(self.compression_ratio))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types, for the blob header and the manifest. Without a date, variables, protected
-        tokens or images there are no such fields, so that caches keep the ids that they had before there were any."""
-        made = asdict(self) | {
+        """Plain JSON types, for the blob header and the manifest, without empty fields of `_OPTIONAL`."""
+        values = asdict(self) | {
             "policy_params": dict(self.policy_params),
             "expected_questions": list(self.expected_questions),
             "variables": dict(self.variables),
             "protect": [list(span) for span in self.protect],
             "images": [list(image) for image in self.images],
         }
-        return {name: value for name, value in made.items() if value or name not in _UNSAID}
+        return {name: value for name, value in values.items() if value or name not in _OPTIONAL}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Identity:
@@ -233,8 +225,9 @@ class Identity:
         return digest("kvshelf.parent", self.content(), codec)
 
     def behind(self, parent: Identity, codec: str, kept_tokens: int | None, token_ids: bytes) -> Identity:
-        """This identity, of tokens as a document, for these tokens appended to a cache. codec, kept_tokens: of that
-        cache; None: its entries compete with those of the tokens for the budget. token_ids: int64, little-endian."""
+        """This identity, of tokens as a document, for the same tokens appended to the cache `parent` under `codec`.
+        kept_tokens: of that cache; None: its entries and the new ones share a budget. token_ids: int64, little-endian.
+        """
         return replace(
             self,
             document=digest("kvshelf.appended", parent.document, token_ids),

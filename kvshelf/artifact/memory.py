@@ -36,10 +36,9 @@ def used_memory(size: int) -> memoryview:
     """The last released block if it is large enough, else `fresh_memory`. The content is undefined: fill all of it.
 
     Even with huge pages, a first touch takes a third of the time of reading and hashing together (9 against 26 ms for
-    64 MB). A process that drops one cache to make room for the next has such a block. While it is unused, the kernel
-    may reclaim its pages.
+    64 MB). A process that drops one cache for the next has such a block, whose pages the kernel may reclaim meanwhile.
     """
-    block = _taken(size) or _mapped(size)
+    block = _take_spare(size) or _mapped(size)
     owner = np.frombuffer(block, np.uint8)  # alive for as long as anything views it
     weakref.finalize(owner, _keep, block).atexit = False
     return _view(owner, size)
@@ -75,7 +74,7 @@ def _mapped(size: int) -> mmap.mmap:
     return block
 
 
-def _taken(size: int) -> mmap.mmap | None:
+def _take_spare(size: int) -> mmap.mmap | None:
     """The spare block, if `size` bytes fit. Pages beyond them go back to the kernel."""
     # No lock: `_keep` runs whenever Python drops the last view, possibly between these lines.
     try:

@@ -123,12 +123,11 @@ class Packed:
 
     @property
     def row_lengths(self) -> list[int]:
-        """How its rows are packed: of those of each head."""
         return self.lengths
 
     @property
     def column_lengths(self) -> list[int]:
-        """How its columns are packed: of those of each head."""
+        """Numbers of each head in a column."""
         return self.lengths
 
     def of_entries(self, column: str) -> list[Tensor]:
@@ -143,7 +142,6 @@ class Packed:
 
     @property
     def quantized(self) -> bool:
-        """Whether keys or values are codes."""
         return isinstance(self.keys, QuantizedRows) or isinstance(self.values, QuantizedRows)
 
     @property
@@ -188,25 +186,23 @@ class Packed:
 
     @property
     def made_bytes(self) -> tuple[int, int]:
-        """Bytes of the keys and values that the model makes of its rows, and of these once they are decoded; none where
-        attention reads the rows."""
+        """Bytes of the keys and values that the model makes of its rows, if it does, and of the decoded rows."""
         return 0, 0
 
     @property
     def nbytes(self) -> int:
         """Bytes held in memory, with positions expanded and without `importance`."""
-        read: int = sum(getattr(self, name).nbytes for name in ("keys", "values", *self.own_tensors))
-        return read + self.unread_bytes
+        tensors: int = sum(getattr(self, name).nbytes for name in ("keys", "values", *self.own_tensors))
+        return tensors + self.unread_bytes
 
     @property
     def unread_bytes(self) -> int:
-        """Bytes of what no attention reads: positions and columns."""
+        """Bytes of positions and columns, which no attention reads."""
         numbers = len(self.columns) * sum(self.column_lengths)
         return self.entries * torch.int32.itemsize + numbers * torch.float32.itemsize
 
     def heads(self) -> list[tuple[Tensor, Tensor]]:
-        """Keys `[kept_h, D]` and values `[kept_h, Dv]` of each KV head, as views. Raises `StateConflict` for a
-        quantized record."""
+        """Keys `[kept_h, D]` and values `[kept_h, Dv]` of each KV head, as views; `StateConflict` if quantized."""
         keys, values = self.rows
         if not isinstance(keys, Tensor) or not isinstance(values, Tensor):
             raise StateConflict("a quantized record has no views of its keys and values; use dense() or prefixes()")
@@ -243,8 +239,8 @@ class Packed:
         return (StreamedPrefix(lengths, partial(_block, self.views(), rotate)),)
 
     def select(self, chosen: Tensor, lengths: Sequence[int] | None = None) -> Packed:
-        """The entries that `chosen` `[entries]` bool marks, `lengths[h]` of head h; without lengths this waits for the
-        device. For records that are not quantized."""
+        """The entries that `chosen` `[entries]` bool marks, of a record that is not quantized. lengths: their number in
+        each head, for which this else waits for the device."""
         return replace(self, **self.selected(chosen, lengths))
 
     def selected(self, chosen: Tensor, lengths: Sequence[int] | None = None) -> dict[str, Any]:
@@ -267,27 +263,30 @@ class Packed:
         }
 
     def rows_of(self, chosen: Tensor, places: Tensor) -> Tensor:  # noqa: ARG002
-        """The rows of the entries that `chosen` `[entries]` bool marks, which are at these places `[n]`, likewise."""
+        """The rows of the entries that `chosen` `[entries]` bool marks, which are at these places `[n]`."""
         return places
 
     def placed(self, first: int) -> Self:
         """The same entries in a document whose first token stands at position `first`."""
-        return replace(self, entries_at=self.entry_positions + first)
+        return self._repositioned(lambda positions: positions + first)
 
     def at(self, places: Tensor) -> Self:
-        """The same entries in a document of which the first token stands at `places[0]`, and so on: `[N]`."""
-        return replace(self, entries_at=moved(self.entry_positions, places))
+        """The same entries in a document in which token i stands at `places[i]`, `[N]`."""
+        return self._repositioned(lambda positions: places.to(positions.device)[positions.long()].to(positions.dtype))
+
+    def _repositioned(self, place: Callable[[Tensor], Tensor]) -> Self:
+        return replace(self, entries_at=place(self.entry_positions))
 
     def require_codec(self, codec: Codec) -> None:
         """Raise `InvalidRequest` for a codec that cannot encode this kind."""
 
     def own_cut(self, first: int, last: int) -> dict[str, Any]:  # noqa: ARG002
-        """The fields of this kind alone that differ in a record of KV heads `first` to `last - 1`."""
+        """The fields of this kind alone in a record of KV heads `first` to `last - 1`."""
         return {}
 
     @classmethod
     def own_joined(cls, records: Sequence[Any]) -> dict[str, Any]:
-        """The same for a record whose heads are those of `records`, one after the other."""
+        """The fields of this kind alone in a record whose heads are those of `records`, one after the other."""
         return {name: torch.cat([getattr(record, name) for record in records]) for name in cls.own_tensors}
 
     def to(self, device: torch.device | str) -> Self:
@@ -297,23 +296,23 @@ class Packed:
     def moved(self, move: Move) -> Self:
         """The same record with what `move` makes of each of its tensors, in order."""
 
-        def there(rows: Any) -> Any:
+        def move_rows(rows: Any) -> Any:
             return move(rows) if isinstance(rows, Tensor) else rows.moved(move)
 
-        moved = {name: there(getattr(self, name)) for name in ("keys", "values", *self.own_tensors)}
+        rows = {name: move_rows(getattr(self, name)) for name in ("keys", "values", *self.own_tensors)}
         importance = None if self.importance is None else move(self.importance)
         columns = {name: move(numbers) for name, numbers in self.columns.items()}
-        return replace(self, **moved, entries_at=move(self.entry_positions), importance=importance, columns=columns)
+        return replace(self, **rows, entries_at=move(self.entry_positions), importance=importance, columns=columns)
 
 
 def in_spans(positions: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
-    """Which positions lie in one of these spans, ascending and apart: bool, of the same shape."""
+    """Which positions lie in one of these spans: bool, of the same shape. spans: ascending and apart."""
     edges = upload_numbers([edge for span in spans for edge in span], positions.device).to(positions.dtype)
     return torch.bucketize(positions.contiguous(), edges, right=True) % 2 == 1
 
 
 def marked(chosen: Tensor, count: int) -> Tensor:
-    """The places `[count]` int64 that `chosen` `[n]` bool marks, of which there are so many."""
+    """The places `[count]` int64 that `chosen` `[n]` bool marks; count: how many those are."""
     if chosen.device.type == "cpu":
         places = chosen.nonzero().flatten()
         assert len(places) == count
@@ -344,11 +343,6 @@ def rotation(rope_mode: RopeMode, rotate: Rotate | None) -> Rotate | None:
             "apply"
         )
     return rotate
-
-
-def moved(positions: Tensor, places: Tensor) -> Tensor:
-    """The places `[N]` of tokens at these positions, in their dtype."""
-    return places.to(positions.device)[positions.long()].to(positions.dtype)
 
 
 def _block(views: Sequence[HeadView], rotate: Rotate, head: int, start: int, stop: int) -> tuple[Tensor, Tensor]:

@@ -1,14 +1,4 @@
-"""Rows under the codec `lossless`: the numbers as they are, byte plane by byte plane, each plane entropy-coded.
-
-The byte of a float with its sign and most of its exponent has some 2.7 bits of information in a cache (SmolLM2 in
-bfloat16); the bytes of its fraction have eight. So Zstandard codes the first kind and leaves the others as they are.
-
-The array of a blob, little-endian:
-
-    u64[P]    bytes of each plane as stored, P being the bytes of a number
-    planes    byte 0 (the least significant) of all numbers, then byte 1 of all, and so on: as many bytes as there are
-              numbers, or one Zstandard frame of fewer bytes that names its content's size
-"""
+"""Rows under the codec `lossless`: the numbers as they are, byte plane by byte plane, each plane entropy-coded."""
 
 from __future__ import annotations
 
@@ -21,8 +11,7 @@ import torch
 import zstandard
 from torch import Tensor
 
-from kvshelf.artifact.coded import ByteRows
-from kvshelf.errors import BlobError
+from kvshelf.artifact.coded import ByteRows, malformed
 
 _UNSIGNED: Final = {2: "<u2", 4: "<u4"}
 _SIZE_BYTES: Final = 8
@@ -57,17 +46,22 @@ class PlaneRows(ByteRows):
         return self.entries, self.num_channels
 
     def require_sound(self, where: str) -> None:
-        """Raise `BlobError` unless the array has the planes that its sizes promise, each of as many bytes as the rows
-        have numbers. Decodes nothing."""
+        """Raise `BlobError` unless the planes have the stated sizes and a byte for each number. Decodes nothing."""
         count, head = self.entries * self.num_channels, self.dtype.itemsize * _SIZE_BYTES
         if self.nbytes < head:
-            raise _malformed(where, "is too short for the sizes of its planes")
+            raise malformed(where, "is too short for the sizes of its planes")
         sizes = self._sizes
         if any(size > count for size in sizes) or head + sum(sizes) != self.nbytes:
-            raise _malformed(where, f"has planes of {sizes} bytes in {self.nbytes - head}, for {count} numbers")
+            raise malformed(where, f"has planes of {sizes} bytes in {self.nbytes - head}, for {count} numbers")
         for plane in self._planes():
-            if len(plane) < count and _content_size(plane, where) != count:
-                raise _malformed(where, f"has a plane that is not of its {count} numbers")
+            if len(plane) == count:
+                continue
+            try:
+                content_size = zstandard.frame_content_size(bytes(plane[:18]))  # the longest header of a frame
+            except zstandard.ZstdError as error:
+                raise malformed(where, f"has a plane that is no Zstandard frame ({error})") from error
+            if content_size != count:
+                raise malformed(where, f"has a plane that is not of its {count} numbers")
 
     def decode(self) -> Tensor:
         """`[entries, num_channels]` in `dtype`, bit by bit what was encoded. Raises `BlobError` for a damaged frame."""
@@ -99,7 +93,11 @@ class PlaneRows(ByteRows):
 
 
 def encode_planes(rows: Tensor) -> PlaneRows:
-    """Rows `[entries, D]` of any dtype of two or four bytes, on any device. NaN and infinity keep their bits, too."""
+    """Rows `[entries, D]` of any dtype of two or four bytes, on any device. NaN and infinity keep their bits, too.
+
+    The byte of a float with its sign and most of its exponent has some 2.7 bits of information in a cache (SmolLM2 in
+    bfloat16), those of its fraction have eight: so Zstandard codes the first kind and leaves the others as they are.
+    """
     rows = rows.detach().cpu().contiguous()
     numbers = _numbers(rows) if rows.numel() else np.empty(0, _UNSIGNED[rows.itemsize])
     planes = np.empty((rows.itemsize, len(numbers)), np.uint8)
@@ -135,18 +133,7 @@ def _unpacked(plane: memoryview, count: int) -> Any:
     try:
         plain = zstandard.ZstdDecompressor().decompress(plane, max_output_size=count, allow_extra_data=False)
     except zstandard.ZstdError as error:
-        raise _malformed("a plane", f"is no Zstandard frame ({error})") from error
+        raise malformed("a plane", f"is no Zstandard frame ({error})") from error
     if len(plain) != count:
-        raise _malformed("a plane", f"has {len(plain)} bytes for {count} numbers")
+        raise malformed("a plane", f"has {len(plain)} bytes for {count} numbers")
     return np.frombuffer(plain, np.uint8)
-
-
-def _content_size(frame: memoryview, where: str) -> int:
-    try:
-        return int(zstandard.frame_content_size(bytes(frame[:18])))  # the longest header of a frame
-    except zstandard.ZstdError as error:
-        raise _malformed(where, f"has a plane that is no Zstandard frame ({error})") from error
-
-
-def _malformed(where: str, what: str) -> BlobError:
-    return BlobError(f"{where} {what}", reason="coded_malformed")

@@ -1,12 +1,4 @@
-"""Original positions of a layer's kept entries, stored in the smallest of three simple encodings.
-
-    range    every head keeps 0 .. N-1: no bytes at all
-    bitmap   N bits per head, least significant bit first, each head padded to a whole byte
-    delta    one LEB128 varint per entry: the first position of a head, then each gap minus one
-
-The smallest encoding is chosen, on a tie the first in this list, so equal positions have equal bytes. The bitmap is
-smallest from about one token kept in eight; int64 positions would cost 64 times the bitmap at full length.
-"""
+"""Original positions of a layer's kept entries, stored in the smallest of three simple encodings."""
 
 from __future__ import annotations
 
@@ -20,6 +12,9 @@ import numpy.typing as npt
 from kvshelf.errors import BlobError, InvalidRequest
 
 Encoding = Literal["range", "bitmap", "delta"]
+"""range: every head keeps 0 .. N-1, no bytes. bitmap: N bits per head, least significant first, each head in whole
+bytes. delta: one LEB128 varint per entry, the first position of a head, then each gap minus one. The writer takes the
+smallest, on a tie the first of these, so equal positions have equal bytes."""
 
 _VARINT_BYTES = 5
 """Longest varint: positions are below 2**31."""
@@ -42,7 +37,9 @@ def encode(positions: Ints, lengths: Sequence[int], num_tokens: int) -> tuple[En
     if name == "range":
         return name, b""
     if name == "bitmap":
-        return name, _to_bitmap(positions, lengths, num_tokens).tobytes()
+        bits = np.zeros((len(lengths), num_tokens), np.bool_)  # [heads, N]
+        bits[np.repeat(np.arange(len(lengths)), lengths), positions] = True
+        return name, np.packbits(bits, axis=1, bitorder="little").tobytes()
     return name, _to_varints(_gaps(positions, lengths)).tobytes()
 
 
@@ -64,8 +61,13 @@ def decode(name: Encoding, data: memoryview, lengths: Sequence[int], num_tokens:
     """
     raw: Bytes = np.frombuffer(data, np.uint8)
     if name == "range":
-        _check_range(raw, lengths, num_tokens)
-        return partial(_from_range, lengths, num_tokens)
+        if raw.size or not _all_kept(lengths, num_tokens):
+            raise BlobError(
+                f"positions are stored as 'range', which means all {num_tokens} entries in every head and no bytes, "
+                f"but heads have from {min(lengths)} to {max(lengths)} entries and {raw.size} bytes follow",
+                reason="positions_malformed",
+            )
+        return lambda: np.tile(np.arange(num_tokens, dtype=np.int64), len(lengths))
     if name == "bitmap":
         _check_bitmap(raw, lengths, num_tokens)
         expand = partial(_from_bitmap, raw, lengths, num_tokens)
@@ -82,8 +84,7 @@ def decode(name: Encoding, data: memoryview, lengths: Sequence[int], num_tokens:
 
 
 def to_deltas(positions: Sequence[int]) -> bytes:
-    """One ascending list of positions, `delta` whatever the other encodings would take. Raises `InvalidRequest` for a
-    list out of order."""
+    """One ascending list of positions as `delta`. Raises `InvalidRequest` for a list out of order."""
     gaps = _gaps(np.asarray(positions, np.int64), [len(positions)])
     if gaps.size and gaps.min() < 0:
         raise InvalidRequest("the ends of sentences must ascend from 0; this cache's do not and it cannot be written")
@@ -111,38 +112,13 @@ def _bitmap_stride(num_tokens: int) -> int:
     return (num_tokens + 7) // 8
 
 
-def _starts(lengths: Sequence[int]) -> Ints:
-    """Index of the first entry of each head that has entries."""
-    ends = np.cumsum(np.asarray(lengths, np.int64))
-    return (ends - lengths)[np.asarray(lengths) > 0]
-
-
 def _gaps(positions: Ints, lengths: Sequence[int]) -> Ints:
     """The first position of each head, then the number of positions skipped between consecutive entries."""
     gaps = np.diff(positions, prepend=0) - 1
-    first = _starts(lengths)
+    counts = np.asarray(lengths, np.int64)
+    first = (np.cumsum(counts) - counts)[counts > 0]  # entries of the heads that have some
     gaps[first] = positions[first]
     return gaps
-
-
-def _to_bitmap(positions: Ints, lengths: Sequence[int], num_tokens: int) -> Bytes:
-    heads = len(lengths)
-    bits = np.zeros((heads, num_tokens), np.bool_)  # [heads, N]
-    bits[np.repeat(np.arange(heads), lengths), positions] = True
-    return np.packbits(bits, axis=1, bitorder="little")
-
-
-def _check_range(raw: Bytes, lengths: Sequence[int], num_tokens: int) -> None:
-    if raw.size or not _all_kept(lengths, num_tokens):
-        raise BlobError(
-            f"positions are stored as 'range', which means all {num_tokens} entries in every head and no bytes, but "
-            f"heads have from {min(lengths)} to {max(lengths)} entries and {raw.size} bytes follow",
-            reason="positions_malformed",
-        )
-
-
-def _from_range(lengths: Sequence[int], num_tokens: int) -> Ints:
-    return np.tile(np.arange(num_tokens, dtype=np.int64), len(lengths))
 
 
 def _check_bitmap(raw: Bytes, lengths: Sequence[int], num_tokens: int) -> None:
@@ -156,26 +132,26 @@ def _check_bitmap(raw: Bytes, lengths: Sequence[int], num_tokens: int) -> None:
     if num_tokens % 8 and np.any(raw[stride - 1 :: stride] >> (num_tokens % 8)):
         raise BlobError(f"a position bitmap marks a position past {num_tokens - 1}", reason="positions_out_of_range")
     marked = np.bitwise_count(raw).reshape(len(lengths), stride).sum(axis=1, dtype=np.int64)  # entries of each head
-    for head, (found, expected) in enumerate(zip(marked.tolist(), lengths, strict=True)):
-        if found != expected:
+    for head, (count, expected) in enumerate(zip(marked.tolist(), lengths, strict=True)):
+        if count != expected:
             raise BlobError(
-                f"the position bitmap marks {found} entries in head {head}, the header says {expected}",
+                f"the position bitmap marks {count} entries in head {head}, the header says {expected}",
                 reason="positions_count",
             )
 
 
 def _from_bitmap(raw: Bytes, lengths: Sequence[int], num_tokens: int) -> Ints:
     # The index in the flat array minus the start of its head: several times faster than a two-dimensional search.
-    found = np.flatnonzero(np.unpackbits(raw, bitorder="little").view(np.bool_))
-    return found - np.repeat(np.arange(len(lengths)) * (_bitmap_stride(num_tokens) * 8), lengths)
+    flat = np.flatnonzero(np.unpackbits(raw, bitorder="little").view(np.bool_))
+    return flat - np.repeat(np.arange(len(lengths)) * (_bitmap_stride(num_tokens) * 8), lengths)
 
 
 def _check_varints(raw: Bytes, lengths: Sequence[int], num_tokens: int) -> None:
     if raw.size and raw[-1] >= 0x80:
         raise BlobError("the position deltas end within a varint", reason="positions_malformed")
-    found, count = int(np.count_nonzero(raw < 0x80)), sum(lengths)
-    if found != count:
-        raise BlobError(f"{found} position deltas are stored for {count} entries", reason="positions_count")
+    stored, count = int(np.count_nonzero(raw < 0x80)), sum(lengths)
+    if stored != count:
+        raise BlobError(f"{stored} position deltas are stored for {count} entries", reason="positions_count")
     for positions in _heads_of_varints(raw, lengths):
         # Gaps cannot be negative, so positions ascend by construction and only the upper end is left to check.
         if int(positions[-1]) >= num_tokens:

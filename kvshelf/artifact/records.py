@@ -1,20 +1,4 @@
-"""Layer records: the entries kept of one layer of a KV cache, and how attention reads them.
-
-`Kept`     some of the entries, unchanged
-`Pruned`   some of the entries, their keys without some of the channels
-`Indexed`  the first entries of every head, with a summary of each block of them, by which a question finds blocks
-`SlidingWindow`   the last entries of a layer with a sliding window, all of them
-`Chunk`    those of the document's unfinished chunk, of a layer with chunked attention
-`Latents`  latents of some of the tokens, from which the model makes the keys and values of all heads (MLA)
-`Residuals` the layer's input of some of the tokens, of which the model makes the keys and values of all heads again
-`Merged`   classes of merged entries, and the slots that say which tokens a class stands for, after EMS
-`Parts`    several of these at once, their entries disjoint: mixed precision, a residual in full precision
-`States`   the recurrent and convolution states of a layer, beside its entries or without any
-
-Keys and values are tensors or `QuantizedRows`. All kinds have `nbytes`, `to(device)` and `moved(move)`, and those of
-entries `kv_heads`, `entries`, `uniform`, `positions`, `dense()` and `prefixes(rotate)`. What a blob has of a kind is in
-its file of `kvshelf.artifact.blob.kinds`, which needs no torch.
-"""
+"""Layer records: the entries kept of one layer of a KV cache, and how attention reads them."""
 
 from __future__ import annotations
 
@@ -27,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvshelf.artifact.codecs import Codec
-from kvshelf.artifact.packed import HeadView, Packed, Rotate, marked, moved, offsets_of, padded, rotation
+from kvshelf.artifact.packed import HeadView, Packed, Rotate, marked, offsets_of, padded, rotation
 from kvshelf.artifact.shape import StateRole, StateShape, tokens_seen
 from kvshelf.errors import StateConflict
 from kvshelf.kernels.prefix_attention.prefixes import MergedPrefix, PackedPrefix, Prefix, StreamedPrefix
@@ -48,11 +32,10 @@ class Kept(Packed):
 
 @dataclass(frozen=True, eq=False)
 class Pruned(Packed):
-    """Some tokens whose keys have D' of the D channels, others in each head (ThinK, arXiv 2407.21018): a query reads
-    them with the same channels of its own.
+    """Some tokens whose keys have D' of the D channels, which differ by head (ThinK, arXiv 2407.21018).
 
-    keys: `[entries, D']`. channels: `[kv_heads, D']` int16, ascending. full_dim: D. Keys carry their rotation: another
-    one would mix channels of which some are gone. Where keys are asked for as numbers they have D channels, with zeros.
+    keys: `[entries, D']`. channels: `[kv_heads, D']` int16, ascending. full_dim: D. Keys carry their rotation, which
+    could not be applied to some of the channels. `views` and `dense` give them D channels, with zeros.
     """
 
     kind: ClassVar[str] = "pruned"
@@ -79,7 +62,6 @@ class Pruned(Packed):
         return [self._widened(head, rows) for head, rows in enumerate(keys)], values
 
     def prefixes(self, rotate: Rotate | None = None) -> tuple[Prefix, ...]:  # noqa: ARG002
-        """See `Packed.prefixes`."""
         return (PackedPrefix(*self.rows, tuple(self.lengths), self.channels.to(torch.int32)),)
 
     def require_codec(self, codec: Codec) -> None:
@@ -99,9 +81,8 @@ class Pruned(Packed):
 class Indexed(Packed):
     """The first tokens of a document, the same in every head, and an index of them: a summary of each `block` tokens.
 
-    The last block may be shorter. What a summary is, the policy that made it says. summaries: `[blocks, W]` bf16.
-    A blob stores the index before the rows, and each block with a digest of its own, so that a question reads the
-    blocks that it chooses by the index.
+    The last block may be shorter. The policy that made a summary says what it is. summaries: `[blocks, W]` bf16.
+    A blob stores the index before the rows, and a digest of each block: a question reads the blocks that it chooses.
     """
 
     kind: ClassVar[str] = "indexed"
@@ -138,7 +119,7 @@ class Recent(Packed):
     """The last tokens of a document in a layer whose queries see no others. Kept verbatim, under every policy and
     codec: they do not grow with the document.
 
-    A question that goes on sees ever fewer of them: attention has to be told which (`LogitRules`).
+    A question sees fewer of them with each of its tokens; `LogitRules` say which.
     """
 
     def __post_init__(self) -> None:
@@ -151,17 +132,15 @@ class Recent(Packed):
         return Recent._ending_at(keys.shape[1], keys, values, window, chunk)
 
     def followed_by(self, keys: Tensor, values: Tensor, end: int) -> Recent:
-        """The last tokens of the document once tokens with these keys `[kv_heads, T, D]` and values have been appended
-        to it, so that it has `end` tokens."""
-        own_keys, own_values = (torch.stack(heads) for heads in self.plain_heads())  # [kv_heads, kept, D]
-        keys = torch.cat([own_keys.to(keys.device), keys], dim=1)
-        values = torch.cat([own_values.to(values.device), values], dim=1)
+        """The last tokens after T more, of keys `[kv_heads, T, D]` and values, up to `end` tokens of the document."""
+        old_keys, old_values = (torch.stack(heads) for heads in self.plain_heads())  # [kv_heads, kept, D]
+        keys = torch.cat([old_keys.to(keys.device), keys], dim=1)
+        values = torch.cat([old_values.to(values.device), values], dim=1)
         return Recent._ending_at(end, keys, values, *self.sees)
 
     @staticmethod
     def _ending_at(end: int, keys: Tensor, values: Tensor, window: int | None, chunk: int | None) -> Recent:
-        """From keys `[kv_heads, N, D]` and values of the last N tokens of a document of `end`, no fewer than are
-        seen."""
+        """From keys `[kv_heads, N, D]` and values of the document's last N tokens, no fewer than are seen."""
         heads, tokens, _ = keys.shape
         kept = tokens_seen(end, window, chunk)
         fields: dict[str, Any] = {
@@ -178,8 +157,7 @@ class Recent(Packed):
 
 @dataclass(frozen=True, eq=False)
 class SlidingWindow(Recent):
-    """The last `window - 1` tokens of a layer whose queries see `window` tokens, themselves included; all of a shorter
-    document."""
+    """The last tokens of a layer whose queries see `window` tokens, themselves included: at most `window - 1`."""
 
     kind: ClassVar[str] = "window"
 
@@ -192,8 +170,7 @@ class SlidingWindow(Recent):
 
 @dataclass(frozen=True, eq=False)
 class Chunk(Recent):
-    """The tokens of the document's last chunk, none if it is finished, of a layer whose queries see those of their own
-    chunk of `chunk` tokens."""
+    """The tokens of the document's unfinished chunk, of a layer whose queries see their chunk of `chunk` tokens."""
 
     kind: ClassVar[str] = "chunk"
 
@@ -209,8 +186,7 @@ class Latents(Packed):
     """Some tokens of a layer with latent attention (MLA, arXiv 2405.04434, section 2.1), for all its heads together.
 
     keys: the latents `[entries, rank]`, of which the model makes the keys and values of each head by one product.
-    values: the part of a token's key that all heads share, rotated to the token's position, `[entries, rope]`. There is
-    one head.
+    values: the part of a token's key that all heads share, rotated to its position, `[entries, rope]`. One head.
 
     Nothing is expanded: queries are brought into the latent space instead (`Absorbed`), where a token has the key
     `[latent, rotated]` and the value `latent`.
@@ -228,11 +204,11 @@ class Latents(Packed):
     @classmethod
     def of(cls, record: Packed) -> Latents:
         """From a record of one head, whose keys are latents and whose values are rotated parts."""
-        return cls(**{each.name: getattr(record, each.name) for each in fields(Packed)})
+        return cls(**{field.name: getattr(record, field.name) for field in fields(Packed)})
 
     @property
     def joined_bytes(self) -> int:
-        """The copy has latents and rotated parts side by side; quantized rows are read in place."""
+        """Bytes of a copy with latents and rotated parts side by side; quantized rows are read in place."""
         return 0 if self.quantized else self.entries * (self.key_dim + self.value_dim) * self.dtype.itemsize
 
     def prefixes(self, rotate: Rotate | None = None) -> tuple[Prefix, ...]:  # noqa: ARG002
@@ -241,7 +217,7 @@ class Latents(Packed):
         if isinstance(latents, Tensor) and isinstance(rotated, Tensor):
             joined = torch.cat([latents, rotated], dim=1)
             return (PackedPrefix(joined, joined[:, : self.key_dim], (self.entries,)),)
-        return (StreamedPrefix((self.entries,), partial(_joined_block, self.views(), self.key_dim)),)
+        return (StreamedPrefix((self.entries,), partial(_joined_block, self.views()[0], self.key_dim)),)
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,8 +229,7 @@ class Merged(Packed):
     keys[slot_classes[i]]`, its value `values[slot_classes[i]]`. A token that is its own class has scale 1 and its own
     key. Tokens that were evicted have no slot: a slot with a zero key would still take part of the softmax.
 
-    With rope_mode "baked", slots need no rotation; with "pre", the keys carry none, and attention rotates each slot to
-    its own position.
+    With rope_mode "baked", slots need no rotation; with "pre", attention rotates each slot to its own position.
 
     slot_scales: `[slots]` fp32. slot_classes: `[slots]` int32, the class's index within its head. slot_positions:
     `[slots]` int32, ascending within a head. slot_offsets: head h owns slots `slot_offsets[h]` to
@@ -284,7 +259,6 @@ class Merged(Packed):
 
     @property
     def slot_lengths(self) -> list[int]:
-        """Slots of each head."""
         return [end - start for start, end in zip(self.slot_offsets, self.slot_offsets[1:], strict=False)]
 
     @property
@@ -295,25 +269,24 @@ class Merged(Packed):
         """As `Packed.of_entries`: the numbers of centers."""
         if column not in self.columns:
             return super().of_entries(column)
-        of_heads = torch.split(self.columns[column], self.slot_lengths)
-        return [numbers[~beside] for numbers, beside in zip(of_heads, self.beside, strict=True)]
+        heads = torch.split(self.columns[column], self.slot_lengths)
+        return [numbers[~beside] for numbers, beside in zip(heads, self.beside, strict=True)]
 
     @property
     def beside(self) -> list[Tensor]:
-        """Which slots of each head are of other tokens than the center of their class: bool."""
-        positions, classes = (
-            torch.split(own, self.slot_lengths) for own in (self.slot_positions, self.slot_classes.long())
-        )
+        """For each head `[slots_h]` bool: whether a slot is of another token than the center of its class."""
+        positions = torch.split(self.slot_positions, self.slot_lengths)
+        classes = torch.split(self.slot_classes.long(), self.slot_lengths)
         heads = zip(positions, classes, self.positions, strict=True)
-        return [own != centers[of_class] for own, of_class, centers in heads]
+        return [slots != centers[slot_classes] for slots, slot_classes, centers in heads]
 
     @property
     def centered(self) -> bool:
         """Whether the center of each class is a token of it, with the class's key."""
-        own = [~beside for beside in self.beside]
+        centers = [~beside for beside in self.beside]
         scales = torch.split(self.slot_scales, self.slot_lengths)
-        whole = all(bool((of_head[mask] == 1).all()) for of_head, mask in zip(scales, own, strict=True))
-        return whole and [int(mask.sum()) for mask in own] == self.lengths
+        unscaled = all(bool((head[mask] == 1).all()) for head, mask in zip(scales, centers, strict=True))
+        return unscaled and [int(mask.sum()) for mask in centers] == self.lengths
 
     def prefixes(self, rotate: Rotate | None = None) -> tuple[Prefix, ...]:
         """The slots of this layer, as prefixes for attention. See `Packed.prefixes`.
@@ -335,14 +308,14 @@ class Merged(Packed):
         return (StreamedPrefix(slot_lengths, partial(_slot_block, heads, rotate)),)
 
     def select(self, chosen: Tensor, lengths: Sequence[int] | None = None) -> Merged:
-        """The classes that `chosen` `[entries]` bool marks, and their slots, whose number waits for the device. For
-        records that are not quantized."""
-        starts, slot_lengths = (upload_numbers(own, chosen.device) for own in (self.offsets[:-1], self.slot_lengths))
+        """The classes that `chosen` `[entries]` bool marks, and their slots. Waits for the device; not if quantized."""
+        starts = upload_numbers(self.offsets[:-1], chosen.device)
+        slot_lengths = upload_numbers(self.slot_lengths, chosen.device)
         slot_starts = starts.repeat_interleave(slot_lengths, output_size=self.slots)
         rows = slot_starts + self.slot_classes  # each slot's class as a row of `keys`
-        of_chosen = chosen[rows]
-        counts = torch.stack([own.sum() for own in torch.split(of_chosen, self.slot_lengths)]).tolist()
-        slots = marked(of_chosen, sum(counts))
+        chosen_slots = chosen[rows]
+        counts = torch.stack([head.sum() for head in torch.split(chosen_slots, self.slot_lengths)]).tolist()
+        slots = marked(chosen_slots, sum(counts))
         selected = self.selected(chosen, lengths)
         # A class's new index within its head: the chosen rows before it, minus those before its head.
         before = torch.cat([chosen.new_zeros(1, dtype=torch.int64), chosen.cumsum(0)])
@@ -360,11 +333,8 @@ class Merged(Packed):
     def tokens(self) -> tuple[Tensor, list[int]]:
         return self.slot_positions, self.slot_lengths
 
-    def placed(self, first: int) -> Merged:
-        return replace(super().placed(first), slot_positions=self.slot_positions + first)
-
-    def at(self, places: Tensor) -> Merged:
-        return replace(super().at(places), slot_positions=moved(self.slot_positions, places))
+    def _repositioned(self, place: Callable[[Tensor], Tensor]) -> Merged:
+        return replace(super()._repositioned(place), slot_positions=place(self.slot_positions))
 
     def own_cut(self, first: int, last: int) -> dict[str, Any]:
         slots = slice(self.slot_offsets[first], self.slot_offsets[last])
@@ -384,9 +354,9 @@ class Residuals(Packed):
     `coder.CacheDecoder`.
 
     keys: the residuals `[tokens, width]`, one row for all heads. values: `[tokens, 0]`: there is nothing else to store.
-    full_dims: D and Dv, of the keys and values that it stands for. Those keys carry their rotation. maker: where given,
-    what makes keys and values `[kv_heads, n, ...]` of residuals `[n, width]` at positions `[n]` whenever attention
-    reads them; in memory only.
+    full_dims: D and Dv, of the keys and values that it stands for. Those keys carry their rotation. maker: makes keys
+    and values `[kv_heads, n, ...]` of residuals `[n, width]` at positions `[n]` whenever attention reads them, or None;
+    in memory only.
     """
 
     kind: ClassVar[str] = "residuals"
@@ -415,25 +385,24 @@ class Residuals(Packed):
 
     @property
     def rows(self) -> tuple[Rows, Rows]:
-        """There are none before the model has made them: raises `StateConflict`."""
+        """Raises `StateConflict`: there are no keys and values before the model has made them."""
         raise StateConflict(
             "the cache has residuals in place of keys and values; decode it with its model: Engine.decoded(cache)"
         )
 
     def prefixes(self, rotate: Rotate | None = None) -> tuple[Prefix, ...]:
-        """See `Packed.prefixes`. Keys and values that are made when they are read, all of the layer's at once."""
+        """See `Packed.prefixes`. A `maker` makes the keys and values of the whole layer when they are read."""
         if self.maker is None:
             return super().prefixes(rotate)
         return (StreamedPrefix(tuple(self.lengths), _MadeWhenRead(self, self.maker)),)
 
     @property
     def made_bytes(self) -> tuple[int, int]:
-        made = self.entries * sum(self.full_dims) * self.dtype.itemsize
-        return made, self.keys.nbytes + self.unpacked_bytes
+        return self.entries * sum(self.full_dims) * self.dtype.itemsize, self.keys.nbytes + self.unpacked_bytes
 
     def rows_of(self, chosen: Tensor, places: Tensor) -> Tensor:
-        of_heads = chosen.view(self.kv_heads, -1)
-        if not bool((of_heads == of_heads[0]).all()):
+        heads = chosen.view(self.kv_heads, -1)
+        if not bool((heads == heads[0]).all()):
             raise StateConflict(
                 "a token has one residual for all heads, which choose other tokens; decode the cache first"
             )
@@ -442,16 +411,16 @@ class Residuals(Packed):
     def require_codec(self, codec: Codec) -> None:
         codec.require_residuals()
 
-    def made(self, keys: Tensor, values: Tensor) -> Kept:
-        """The entries, of the keys `[kv_heads, tokens, D]` and values `[kv_heads, tokens, Dv]` that the model made."""
-        own = {field.name: getattr(self, field.name) for field in fields(Packed)}
-        return Kept(**own | {"keys": keys.flatten(0, 1), "values": values.flatten(0, 1)})
+    def with_rows(self, keys: Tensor, values: Tensor) -> Kept:
+        """The entries with the keys `[kv_heads, tokens, D]` and values `[kv_heads, tokens, Dv]` that the model made."""
+        packed = {field.name: getattr(self, field.name) for field in fields(Packed)}
+        return Kept(**packed | {"keys": keys.flatten(0, 1), "values": values.flatten(0, 1)})
 
 
 RECORDS: Final[Mapping[str, type[PackedRecord]]] = {
     record.kind: record for record in (Kept, Pruned, Indexed, SlidingWindow, Chunk, Latents, Residuals, Merged)
 }
-"""The kinds of which a blob has records (`kvshelf.artifact.blob.kinds`), by name."""
+"""The kinds of records in a blob (`kvshelf.artifact.blob.kinds`), by name."""
 
 PackedRecord = Packed
 """The kinds that hold entries themselves."""
@@ -487,17 +456,14 @@ class Parts:
 
     @property
     def entries(self) -> int:
-        """Stored entries over all heads and parts."""
         return sum(part.entries for part in self.parts)
 
     @cached_property
     def lengths(self) -> list[int]:
-        """Entries of each head, all parts together."""
         return [sum(lengths) for lengths in zip(*(part.lengths for part in self.parts), strict=True)]
 
     @cached_property
     def uniform(self) -> bool:
-        """Whether every head keeps the same number of entries, all parts together."""
         return len(set(self.lengths)) <= 1
 
     @property
@@ -507,11 +473,9 @@ class Parts:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held in memory by all parts."""
         return sum(part.nbytes for part in self.parts)
 
     def dense(self) -> tuple[Tensor, Tensor, Tensor]:
-        """As `Packed.dense`, with the entries of all parts in ascending position."""
         order = [head.argsort() for head in self._together([part.positions for part in self.parts])]
         keys = self._together([part.plain_heads()[0] for part in self.parts])
         values = self._together([part.plain_heads()[1] for part in self.parts])
@@ -521,21 +485,17 @@ class Parts:
         )
 
     def prefixes(self, rotate: Rotate | None = None) -> tuple[Prefix, ...]:
-        """The prefixes of all parts, for attention. See `Packed.prefixes`."""
         return tuple(prefix for part in self.parts for prefix in part.prefixes(rotate))
 
     def to(self, device: torch.device | str) -> Parts:
-        """As `Packed.to`."""
         moved = tuple(part.to(device) for part in self.parts)
         return self if all(a is b for a, b in zip(moved, self.parts, strict=True)) else Parts(moved)
 
     def moved(self, move: Move) -> Parts:
-        """As `Packed.moved`."""
         return Parts(tuple(part.moved(move) for part in self.parts))
 
     @staticmethod
     def _together(parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """Concatenate the parts' tensors, head by head."""
         return [torch.cat(heads) for heads in zip(*parts, strict=True)]
 
 
@@ -581,14 +541,12 @@ class States:
         return sum(state.tensor.nbytes for state in self.states)
 
     def to(self, device: torch.device | str) -> States:
-        """The same record on another device."""
-        there = (state._replace(tensor=state.tensor.to(device)) for state in self.states)
-        return States(tuple(there), None if self.beside is None else self.beside.to(device))
+        states = (state._replace(tensor=state.tensor.to(device)) for state in self.states)
+        return States(tuple(states), None if self.beside is None else self.beside.to(device))
 
     def moved(self, move: Move) -> States:
-        """As `Packed.moved`."""
-        there = (state._replace(tensor=move(state.tensor)) for state in self.states)
-        return States(tuple(there), None if self.beside is None else self.beside.moved(move))
+        states = (state._replace(tensor=move(state.tensor)) for state in self.states)
+        return States(tuple(states), None if self.beside is None else self.beside.moved(move))
 
 
 LayerRecord = Entries | States
@@ -611,12 +569,10 @@ def entries_from(parts: Sequence[PackedRecord]) -> Entries:
 
 
 def is_latent(entries: Entries) -> bool:
-    """Whether a layer holds latents."""
     return parts_of(entries)[0].latent
 
 
 def states_of(record: LayerRecord) -> tuple[State, ...]:
-    """The states of a layer."""
     return record.states if isinstance(record, States) else ()
 
 
@@ -624,7 +580,7 @@ def devices_of(record: LayerRecord) -> set[torch.device]:
     """Where a layer is: coded rows stay on the CPU, wherever their positions are."""
     entries = entries_of(record)
     parts = () if entries is None else parts_of(entries)
-    rows = {own.device for part in parts for own in (part.keys, part.entries_at) if not callable(own)}
+    rows = {array.device for part in parts for array in (part.keys, part.entries_at) if not callable(array)}
     return rows | {state.tensor.device for state in states_of(record)}
 
 
@@ -632,17 +588,17 @@ def tensors_of(layers: Iterable[LayerRecord]) -> list[Tensor]:
     """All tensors of the layers, in the order of `moved`."""
     tensors: list[Tensor] = []
 
-    def noted(tensor: Tensor) -> Tensor:
+    def note(tensor: Tensor) -> Tensor:
         tensors.append(tensor)
         return tensor
 
     for layer in layers:
-        layer.moved(noted)
+        layer.moved(note)
     return tensors
 
 
 def with_tensors(layers: Iterable[LayerRecord], tensors: Iterable[Tensor]) -> list[LayerRecord]:
-    """The layers with these in place of `tensors_of` them."""
+    """The layers with these tensors in place of their own, in the order of `tensors_of`."""
     others = iter(tensors)
     return [layer.moved(lambda _: next(others)) for layer in layers]
 
@@ -653,25 +609,23 @@ def with_entries(record: LayerRecord, entries: Entries) -> LayerRecord:
 
 
 class _MadeWhenRead:
-    """A `Block` over residuals: keys and values of a layer are made for its first head, and let go of behind the last
-    rows of its last one."""
+    """A `Block` over residuals. The first read makes the keys and values of all heads; the last read drops them."""
 
     def __init__(self, record: Residuals, maker: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
         self._record = record
         self._maker = maker
-        self._made: tuple[Tensor, Tensor] | None = None
+        self._rows: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, head: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        made = self._made or self._maker(plain(self._record.keys), self._record.positions[0])  # type: ignore[arg-type]
+        rows = self._rows or self._maker(plain(self._record.keys), self._record.positions[0])  # type: ignore[arg-type]
         ended = head == self._record.kv_heads - 1 and stop == self._record.lengths[0]
-        self._made = None if ended else made
-        keys, values = made
+        self._rows = None if ended else rows
+        keys, values = rows
         return keys[head, start:stop], values[head, start:stop]
 
 
-def _joined_block(views: Sequence[HeadView], rank: int, head: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of some latents, dequantized."""
-    view = views[head]
+def _joined_block(view: HeadView, rank: int, head: int, start: int, stop: int) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    """Keys and values of some latents, dequantized. head: 0, the only one."""
     joined = torch.cat([view.keys[start:stop], view.values[start:stop]], dim=1)
     return joined, joined[:, :rank]
 

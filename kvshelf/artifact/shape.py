@@ -1,7 +1,4 @@
-"""The shape of a cache, checked against its model before anything is allocated for it.
-
-A forged blob of a kilobyte may claim any number of tokens or heads.
-"""
+"""The shape of a cache, checked against its model first: a forged blob of a kilobyte may claim any size."""
 
 from __future__ import annotations
 
@@ -17,9 +14,8 @@ if TYPE_CHECKING:
 
 StateRole = Literal["conv", "recurrent"]
 
-
 ITEM_BYTES: Final[Mapping[str, int]] = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Of a number of a dtype that a blob can hold."""
+"""Bytes of a number, by the dtypes that a blob can hold."""
 
 CODE_BYTES: Final = 8
 MAX_CODES: Final = 4096
@@ -27,7 +23,7 @@ MAX_CODES: Final = 4096
 
 
 class StateShape(NamedTuple):
-    """A state of a layer. number: of the states of this role. dims: without one for rows."""
+    """A state of a layer. number: among its states of this role. dims: without a dimension for rows."""
 
     role: StateRole
     number: int
@@ -41,8 +37,8 @@ class StateShape(NamedTuple):
 
 class LayerShape(NamedTuple):
     """The keys `[kv_heads, N, key_dim]` and values `[kv_heads, N, value_dim]` of one layer; zeros and no dtype where it
-    has none. window: tokens that its queries see, themselves included; chunk: see those of their own chunk of so many;
-    None: all. latent: whether it has latents, in place of keys, and the rotated part of keys, in place of values."""
+    has none. window: how many tokens its queries see, themselves included. chunk: tokens of a chunk, where queries see
+    their own chunk alone. latent: whether latents replace keys, and the rotated part of keys values."""
 
     kv_heads: int = 0
     key_dim: int = 0
@@ -83,22 +79,21 @@ class Shape(NamedTuple):
         """Raise `BlobError` unless the layers are those of a model's own caches."""
         if len(self.layers) != len(expected):
             raise _refusal(f"{len(self.layers)} layers", len(expected))
-        for index, (found, ours) in enumerate(zip(self.layers, expected, strict=True)):
-            for what, value, right in zip(LayerShape._fields, found, ours, strict=True):
+        for index, (layer, model_layer) in enumerate(zip(self.layers, expected, strict=True)):
+            for name, value, right in zip(LayerShape._fields, layer, model_layer, strict=True):
                 if value != right:
-                    raise _refusal(f"in layer {index} the {what} {value}", right)
+                    raise _refusal(f"in layer {index} the {name} {value}", right)
 
 
-def made_by(made: ModelIdentity, own: ModelIdentity, layers: Sequence[LayerShape]) -> Sequence[LayerShape]:
-    """The layers of caches that a model made, where another, whose own are `layers`, reads them: a linked one's dtype
-    may differ."""
-    if made.fingerprint() == own.fingerprint():
+def layers_made_by(maker: ModelIdentity, reader: ModelIdentity, layers: Sequence[LayerShape]) -> Sequence[LayerShape]:
+    """The layers of a maker's caches. layers: of the reader's own; the dtype of a linked maker may differ."""
+    if maker.fingerprint() == reader.fingerprint():
         return layers
-    return [layer._replace(dtype=layer.dtype and made.dtype) for layer in layers]
+    return [layer._replace(dtype=layer.dtype and maker.dtype) for layer in layers]
 
 
-def _refusal(found: str, expected: object) -> BlobError:
-    return BlobError(f"the cache has {found}; its model makes {expected}", reason="wrong_shape")
+def _refusal(value: str, expected: object) -> BlobError:
+    return BlobError(f"the cache has {value}; its model makes {expected}", reason="wrong_shape")
 
 
 def _object(text: str) -> dict[str, Any]:
@@ -117,8 +112,7 @@ def _size(fields: dict[str, Any], name: str, *, most: int) -> int:
 
 
 def tokens_seen(num_tokens: int, window: int | None, chunk: int | None) -> int:
-    """How many of a document's tokens, its last ones, queries behind it see: those that a window leaves to the first of
-    them, or the document's last chunk if it is not finished."""
+    """How many of a document's tokens the first one behind it sees: a window less itself, or an unfinished chunk."""
     if chunk is not None:
         return num_tokens % chunk
     return num_tokens if window is None else min(num_tokens, window - 1)

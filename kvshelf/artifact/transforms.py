@@ -1,12 +1,4 @@
-"""The transforms of a model: what the codec `klt` multiplies keys and values by, and how often each code occurs.
-
-They belong to the model, not to a document, and are made once by `kvshelf calibrate`. A cache names the digest of its
-transforms and cannot be read without them.
-
-Version 2 weighs errors by what they cost the model's predictions, between the channels of a head (`weight`) and between
-layers, keys and values (`unit`). Version 3 also foretells values from the keys of the same tokens (`slope`). Files of
-version 1, without weights, and 2 stay readable.
-"""
+"""The transforms of a model: what the codec `klt` multiplies keys and values by, and how often each code occurs."""
 
 from __future__ import annotations
 
@@ -46,15 +38,15 @@ STEP_PARTS: Final = 10_000
 _CAP: Final = 3.0
 """The largest ratio of two multipliers, which only version 1 has."""
 _LARGEST_WEIGHT: Final = 1000.0
-"""Ratio of the largest and the smallest factor of a weight. Beyond it, the 16 bits that it is stored in do not tell its
-inverse."""
+"""Ratio of the largest and the smallest factor of a weight. Beyond it, 16 bits are too few to invert the weight."""
 
-_TENSORS: Final = ("mean", "joint", "each", "weight", "joint_slope", "each_slope")
+_TENSORS: Final = ("mean", "joint", "per_head", "weight", "joint_slope", "per_head_slope")
 HELD_BYTES: Final = 16 << 20
 """Largest bytes of a transform that a card holds: that of 1,024 channels takes 10 MB, of 4,096 channels 140 MB, which
 is 6 GB for 32 layers' keys and values."""
 
 _FORMATS: Final = ("kvshelf.transforms/1", "kvshelf.transforms/2", "kvshelf.transforms/3")
+"""Version 2 also has weights, version 3 slopes, too."""
 _ABOUT: Final = "kvshelf"
 _STEP_EDGES: Final = [round(STEP_PARTS * 2 ** ((eighth + 0.5) / EIGHTHS)) for eighth in range(-49, 49)]
 
@@ -63,46 +55,47 @@ _STEP_EDGES: Final = [round(STEP_PARTS * 2 ** ((eighth + 0.5) / EIGHTHS)) for ei
 class RowTransform:
     """What the keys or the values of one layer are multiplied by, for H heads of D channels.
 
-    mean: `[H, D]`. joint: `[H * D, H * D]` and each: `[H, D, D]`, orthogonal, a coefficient a column, all fp32.
-    joint_scales: `[H * D]` and each_scales: `[H, D]`: the deviation of each coefficient, as eighths of an octave above
-    one unit. unit: the length that a step counts. multiplier: of the step under `steps=kl`; 1 where units differ by
-    layer already. weight: `[H, D, D]` fp32, symmetric: rows are multiplied by it before they are transformed, so that
-    equal errors of coefficients cost the predictions alike; None for the identity. joint_slope: `[H * Dk, H * D]` and
-    each_slope: `[H, Dk, D]`, fp32, of values: by how much a value is expected to differ from its mean where the key of
-    its token, without rotation, differs from its own. What is transformed is the rest. None for keys, and before
-    version 3.
+    mean: `[H, D]`. joint: `[H * D, H * D]` and per_head: `[H, D, D]`, orthogonal, a coefficient a column, all fp32.
+    joint_scales: `[H * D]` and per_head_scales: `[H, D]`: the deviation of each coefficient, as eighths of an octave
+    above one unit. unit: the length that a step counts. multiplier: of the step under `steps=kl`; 1 where units differ
+    by layer already. weight: `[H, D, D]` fp32, symmetric: rows are multiplied by it before they are transformed, so
+    that equal errors of coefficients cost the predictions alike; None for the identity. joint_slope:
+    `[H * Dk, H * D]` and per_head_slope: `[H, Dk, D]`, fp32: how a value's expected distance from its mean follows
+    from that of its token's key without rotation. Only the remaining distance is transformed. None for keys, and
+    before version 3.
     """
 
     mean: Tensor
     joint: Tensor
-    each: Tensor
+    per_head: Tensor
     joint_scales: tuple[int, ...]
-    each_scales: tuple[tuple[int, ...], ...]
+    per_head_scales: tuple[tuple[int, ...], ...]
     unit: float
     multiplier: float = 1.0
     weight: Tensor | None = None
     joint_slope: Tensor | None = None
-    each_slope: Tensor | None = None
+    per_head_slope: Tensor | None = None
     _elsewhere: dict[torch.device, RowTransform] = field(default_factory=dict, init=False, repr=False)
 
     def decoder_on(self, device: torch.device) -> RowTransform:
-        """What decodes on a device: of the same `synthesis`, with the weight undone in its bases, so that `analysis` is
-        no longer its inverse. The device holds it from then on, unless it is large: then it is sent each time."""
+        """The transform for decoding on a device. It has the same `synthesis`, with the weight undone in its bases, so
+        that `analysis` is no longer its inverse. A small one stays on the device; a large one is sent each time."""
         if device in self._elsewhere:
             return self._elsewhere[device]
-        tensors: dict[str, Tensor] = {name: own for name in _TENSORS if (own := getattr(self, name)) is not None}
-        moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in tensors.items()}
-        sent = replace(self, **moved)
-        each = torch.stack([sent.synthesis(head).T for head in range(len(self.mean))])
-        own = replace(sent, joint=sent.synthesis(None).T, each=each, weight=None)
+        tensors: dict[str, Any] = {
+            name: tensor.to(device) for name in _TENSORS if (tensor := getattr(self, name)) is not None
+        }
+        copy = replace(self, **tensors)
+        per_head = torch.stack([copy.synthesis(head).T for head in range(len(self.mean))])
+        decoder = replace(copy, joint=copy.synthesis(None).T, per_head=per_head, weight=None)
         if sum(tensor.nbytes for tensor in tensors.values()) <= HELD_BYTES:
-            self._elsewhere[device] = own
-        return own
+            self._elsewhere[device] = decoder
+        return decoder
 
     def analysis(self, head: int | None) -> Tensor:
-        """What rows without their mean are multiplied by: `[D, D]` fp32 for one head, or (None) `[H * D, H * D]` for
-        all heads together. A coefficient a column."""
-        basis = self.joint if head is None else self.each[head]
+        """The matrix that rows without their mean are multiplied by: `[D, D]` fp32 for one head, or (None)
+        `[H * D, H * D]` for all heads together. A coefficient a column."""
+        basis = self.joint if head is None else self.per_head[head]
         if self.weight is None:
             return basis
         weight = self.weight if head is None else self.weight[head : head + 1]
@@ -110,7 +103,7 @@ class RowTransform:
 
     def synthesis(self, head: int | None) -> Tensor:
         """The inverse of `analysis`. A coefficient a row."""
-        basis = self.joint if head is None else self.each[head]
+        basis = self.joint if head is None else self.per_head[head]
         if self.weight is None:
             return basis.T
         weight = self.weight if head is None else self.weight[head : head + 1]
@@ -119,7 +112,7 @@ class RowTransform:
 
     def order(self, step_parts: int, head: int | None) -> list[int]:
         """The table of each channel at a step, for one head's transform or (None) that of all heads together."""
-        scales = self.joint_scales if head is None else self.each_scales[head]
+        scales = self.joint_scales if head is None else self.per_head_scales[head]
         offset = bisect_left(_STEP_EDGES, step_parts) - 49
         return [min(max(scale - offset, LOWEST), HIGHEST) - LOWEST for scale in scales]
 
@@ -141,17 +134,15 @@ class Transforms:
         """Bits that a number takes at a step, as the tables foretell them. alone: each head by its own transform."""
         costs, parts = self.tables.entropies, round(step * STEP_PARTS)
         orders = [
-            order
+            transform.order(parts, head)
             for layer in self.layers
-            for found in layer.values()
-            for order in (
-                [found.order(parts, head) for head in range(len(found.mean))] if alone else [found.order(parts, None)]
-            )
+            for transform in layer.values()
+            for head in (range(len(transform.mean)) if alone else [None])
         ]
         return sum(costs[table] for order in orders for table in order) / sum(map(len, orders))
 
     def mark(self, identity: Identity) -> Identity:
-        """The identity of a cache that was encoded by these."""
+        """The identity of a cache that these transforms encoded."""
         return replace(identity, transforms=self.digest)
 
     def require_of(self, model: ModelIdentity, layers: Sequence[LayerShape]) -> None:
@@ -162,7 +153,7 @@ class Transforms:
                 f"{model.dtype} ({model.weights[:16]}); make some for these with kvshelf calibrate",
                 transforms=self.digest,
             )
-        sizes = [(*own["keys"].mean.shape, own["values"].mean.shape[1]) for own in self.layers]
+        sizes = [(*layer["keys"].mean.shape, layer["values"].mean.shape[1]) for layer in self.layers]
         needed = [layer[:3] for layer in layers]
         if sizes != needed:
             raise ModelMismatch(
@@ -179,8 +170,8 @@ class Transforms:
             about = _about(data)
             if about.get("format") not in _FORMATS:
                 raise ValueError(f"its format is {about.get('format')!r}, and this kvshelf reads {', '.join(_FORMATS)}")
-            made = partial(_row_transform, tensors, version=_FORMATS.index(about["format"]) + 1)
-            layers = tuple({kind: made(f"{number}.{kind}") for kind in KINDS} for number in range(about["layers"]))
+            read = partial(_row_transform, tensors, version=_FORMATS.index(about["format"]) + 1)
+            layers = tuple({kind: read(f"{number}.{kind}") for kind in KINDS} for number in range(about["layers"]))
             return cls(data, str(about["weights"]), layers, _tables(tensors))
         except (SafetensorError, KeyError, ValueError, TypeError, AssertionError) as error:
             raise InvalidRequest(
@@ -191,27 +182,26 @@ class Transforms:
 def pack(
     weights: str, layers: Sequence[Mapping[Kind, RowTransform]], tables: Sequence[Any], origin: Mapping[str, str]
 ) -> bytes:
-    """The file of these transforms, of version 2 if they have weights, 3 if they have slopes, too. origin: how they
-    were made, for people."""
+    """The file of these transforms: version 2 with weights, 3 with slopes, too. origin: of the file, for people."""
     tensors: dict[str, Tensor] = {}
-    weighted = all(found.weight is not None for layer in layers for found in layer.values())
+    weighted = all(transform.weight is not None for layer in layers for transform in layer.values())
     foretelling = weighted and all(layer["values"].joint_slope is not None for layer in layers)
     for index, layer in enumerate(layers):
-        for kind, found in layer.items():
+        for kind, transform in layer.items():
             tensors |= {
-                f"{index}.{kind}.mean": found.mean.float(),
-                f"{index}.{kind}.joint": found.joint.half(),
-                f"{index}.{kind}.each": found.each.half(),
-                f"{index}.{kind}.joint_scales": torch.tensor(found.joint_scales, dtype=torch.int16),
-                f"{index}.{kind}.each_scales": torch.tensor(found.each_scales, dtype=torch.int16),
-                f"{index}.{kind}.unit": torch.tensor([found.unit], dtype=torch.float32),
-                f"{index}.{kind}.multiplier": torch.tensor([found.multiplier], dtype=torch.float32),
+                f"{index}.{kind}.mean": transform.mean.float(),
+                f"{index}.{kind}.joint": transform.joint.half(),
+                f"{index}.{kind}.each": transform.per_head.half(),
+                f"{index}.{kind}.joint_scales": torch.tensor(transform.joint_scales, dtype=torch.int16),
+                f"{index}.{kind}.each_scales": torch.tensor(transform.per_head_scales, dtype=torch.int16),
+                f"{index}.{kind}.unit": torch.tensor([transform.unit], dtype=torch.float32),
+                f"{index}.{kind}.multiplier": torch.tensor([transform.multiplier], dtype=torch.float32),
             }
-            if found.weight is not None and weighted:
-                tensors[f"{index}.{kind}.weight"] = found.weight.half()
-            if foretelling and found.joint_slope is not None and found.each_slope is not None:
-                tensors[f"{index}.{kind}.joint_slope"] = found.joint_slope.half()
-                tensors[f"{index}.{kind}.each_slope"] = found.each_slope.half()
+            if transform.weight is not None and weighted:
+                tensors[f"{index}.{kind}.weight"] = transform.weight.half()
+            if foretelling and transform.joint_slope is not None and transform.per_head_slope is not None:
+                tensors[f"{index}.{kind}.joint_slope"] = transform.joint_slope.half()
+                tensors[f"{index}.{kind}.each_slope"] = transform.per_head_slope.half()
     tensors["tables.lengths"] = torch.tensor([len(table) for table in tables], dtype=torch.int32)
     tensors["tables"] = torch.from_numpy(np.concatenate(tables).astype(np.int16))
     about = {"format": _FORMATS[weighted + foretelling], "weights": weights, "layers": len(layers), **origin}
@@ -222,41 +212,52 @@ def pack(
 
 
 def _about(data: bytes) -> dict[str, Any]:
-    """What `safetensors` leaves out when it reads bytes: the map of strings in the header."""
+    """The map of strings in the header, which `safetensors` leaves out when it reads bytes."""
     size = int.from_bytes(data[:8], "little")
-    found: dict[str, Any] = json.loads(json.loads(data[8 : 8 + size])["__metadata__"][_ABOUT])
-    return found
+    about: dict[str, Any] = json.loads(json.loads(data[8 : 8 + size])["__metadata__"][_ABOUT])
+    return about
 
 
 def _row_transform(tensors: Mapping[str, Tensor], name: str, *, version: int) -> RowTransform:
-    mean, joint, each = (tensors[f"{name}.{part}"].float() for part in ("mean", "joint", "each"))
+    mean, joint, per_head = (tensors[f"{name}.{part}"].float() for part in ("mean", "joint", "each"))
     heads, dim = mean.shape
-    joint_scales, each_scales = (tensors[f"{name}.{part}_scales"] for part in ("joint", "each"))
+    joint_scales, per_head_scales = (tensors[f"{name}.{part}_scales"] for part in ("joint", "each"))
     unit, multiplier = (float(tensors[f"{name}.{part}"]) for part in ("unit", "multiplier"))
     expected = ((heads * dim,) * 2, (heads, dim, dim), (heads * dim,), (heads, dim))
-    if (joint.shape, each.shape, joint_scales.shape, each_scales.shape) != expected:
+    if (joint.shape, per_head.shape, joint_scales.shape, per_head_scales.shape) != expected:
         raise ValueError(f"{name} has shapes that do not fit together")
     if not (0 < unit < float("inf") and bool(mean.isfinite().all())):
         raise ValueError(f"{name} has numbers that are not finite, or no unit")
     if not 0.99 / _CAP < multiplier < _CAP * 1.01:  # of rounding
         raise ValueError(f"{name} multiplies steps by {multiplier:g}")
-    for basis in (joint, *each):
+    for basis in (joint, *per_head):
         if not bool(((basis.T @ basis - torch.eye(len(basis))).abs() < 0.02).all()):
             raise ValueError(f"{name} is not orthogonal")
-    scales = tuple(joint_scales.tolist()), tuple(map(tuple, each_scales.tolist()))
-    weight = _weight(tensors[f"{name}.weight"].float(), each.shape, name) if version > 1 else None
-    slopes = _slopes(tensors, name, heads, dim) if version > 2 and name.endswith(KINDS[1]) else (None, None)
-    return RowTransform(mean, joint, each, *scales, unit, multiplier, weight, *slopes)
+    weight = _weight(tensors[f"{name}.weight"].float(), per_head.shape, name) if version > 1 else None
+    foretold = version > 2 and name.endswith(KINDS[1])
+    joint_slope, per_head_slope = _slopes(tensors, name, heads, dim) if foretold else (None, None)
+    return RowTransform(
+        mean,
+        joint,
+        per_head,
+        tuple(joint_scales.tolist()),
+        tuple(map(tuple, per_head_scales.tolist())),
+        unit,
+        multiplier,
+        weight,
+        joint_slope,
+        per_head_slope,
+    )
 
 
 def _slopes(tensors: Mapping[str, Tensor], name: str, heads: int, dim: int) -> tuple[Tensor, Tensor]:
-    joint, each = (tensors[f"{name}.{part}_slope"].float() for part in ("joint", "each"))
+    joint, per_head = (tensors[f"{name}.{part}_slope"].float() for part in ("joint", "each"))
     key_dim = tensors[f"{name.removesuffix(KINDS[1])}{KINDS[0]}.mean"].shape[1]
-    if (joint.shape, each.shape) != ((heads * key_dim, heads * dim), (heads, key_dim, dim)):
+    if (joint.shape, per_head.shape) != ((heads * key_dim, heads * dim), (heads, key_dim, dim)):
         raise ValueError(f"{name} has slopes of other shapes than its keys")
-    if not bool(joint.isfinite().all() and each.isfinite().all()):
+    if not bool(joint.isfinite().all() and per_head.isfinite().all()):
         raise ValueError(f"{name} has slopes that are not finite")
-    return joint, each
+    return joint, per_head
 
 
 def _weight(weight: Tensor, shape: torch.Size, name: str) -> Tensor:
@@ -272,11 +273,11 @@ def _tables(tensors: Mapping[str, Tensor]) -> Tables:
     lengths = tensors["tables.lengths"].tolist()
     if len(lengths) != HIGHEST - LOWEST + 1 or min(lengths) < 4 or sum(lengths) != len(tensors["tables"]):
         raise ValueError("the tables have other lengths")
-    return Tables([found.numpy().astype(np.int32) for found in torch.split(tensors["tables"], lengths)])
+    return Tables([table.numpy().astype(np.int32) for table in torch.split(tensors["tables"], lengths)])
 
 
 def _described(sizes: Iterable[tuple[int, ...]]) -> str:
-    """The sizes of layers, of equal ones behind each other once. sizes: KV heads, channels of keys and of values."""
+    """The sizes of layers as text, equal neighbours together. sizes: KV heads, channels of keys and of values."""
     return ", ".join(
         f"{len(list(equal))} layers of {heads} KV heads with keys of {of_keys} and values of {of_values} channels"
         for (heads, of_keys, of_values), equal in groupby(sizes)

@@ -18,7 +18,7 @@ from kvshelf._extras import needs_extra
 from kvshelf.cli import _forms, _options
 from kvshelf.cli.output import common, progress, say, say_json
 from kvshelf.errors import InvalidRequest, KvshelfError
-from kvshelf.names import told
+from kvshelf.names import as_text
 
 if TYPE_CHECKING:
     from kvshelf.api import CreateCache
@@ -216,8 +216,8 @@ class BatchJob:
         from kvshelf.corpus.places import is_url
         from kvshelf.store.private import without_secret
 
-        where = without_secret(self.input) if is_url(self.input) else told(Path(self.input).absolute())
-        output = self.output if isinstance(self.output, str) else told(self.output.absolute())
+        where = without_secret(self.input) if is_url(self.input) else as_text(Path(self.input).absolute())
+        output = self.output if isinstance(self.output, str) else as_text(self.output.absolute())
         return {"input": where, "output": output, "fields": self.fields}
 
     def _defaults(self) -> CreateCache:
@@ -249,7 +249,7 @@ class BatchJob:
         if self.report is not None:
             write_report(self.report, BatchOptions(about["input"], models, self.fields), summary, rows())
         if self.as_json:
-            say_json(asdict(summary) | {"output": told(self.output)}, default=vars)
+            say_json(asdict(summary) | {"output": as_text(self.output)}, default=vars)
         else:
             say(self.output)
             common.notes.print(
@@ -288,7 +288,7 @@ def describe_end(summary: Summary) -> str:
         case "failed":
             return f"failed: {summary.reason}"
     again = ". The output says why; --retry-failed tries them again" if summary.failed else ""
-    return f"{rows}; {summary.bytes.told(common.megabytes)}; {summary.gpu_hours:.2f} GPU hours{again}"
+    return f"{rows}; {summary.bytes.describe(common.megabytes)}; {summary.gpu_hours:.2f} GPU hours{again}"
 
 
 def _is_remote(context: typer.Context) -> bool:

@@ -25,7 +25,7 @@ from kvshelf.cli.output import common, say, say_json
 from kvshelf.cli.output.common import connected
 from kvshelf.cli.output.progress import Spent, put_shown
 from kvshelf.errors import CacheNotFound, InvalidRequest, QueueFull, SourceNotKept, nearest
-from kvshelf.names import told
+from kvshelf.names import as_text
 
 if TYPE_CHECKING:
     from kvshelf.api import Answered, CacheObject, CertifiedBy, JointAnswer, SearchList
@@ -80,7 +80,7 @@ def put(
     with connected(url) as client:
         for file in files:
             with failures.reported(of=_named(file)):
-                creation = fields | {"name": name or ("" if file == STDIN else told(file.name))}
+                creation = fields | {"name": name or ("" if file == STDIN else as_text(file.name))}
                 _put_one(
                     client,
                     file,
@@ -114,7 +114,7 @@ def append(
 
 
 def _named(file: Path) -> str:
-    return "standard input" if file == STDIN else told(file)
+    return "standard input" if file == STDIN else as_text(file)
 
 
 def _with_images(file: Path, images: Sequence[Path]) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def _pages(file: Path, dots: int) -> dict[str, Any]:
     if file == STDIN:
         raise InvalidRequest("--pages-as-images is of a file; name it in place of -", param="file")
     limits = ExtractLimits(_PAGES_BYTES, extract_memory_bytes=1 << 30, extract_cpu_s=60.0)
-    pages = asyncio.run(page_images(_read(file), limits, told(file), dots))
+    pages = asyncio.run(page_images(_read(file), limits, as_text(file), dots))
     return {"document": [{"type": "image", "data": page} for page in pages]}
 
 
@@ -144,17 +144,17 @@ def _text_of(file: Path) -> str:
     data = _read(file)
     if (kind := Upload(data, MEDIA_TYPES.get(file.suffix.lower(), "")).kind) != "text":
         raise InvalidRequest(
-            f"{told(file)} is {kind.upper()}, and --image stands behind UTF-8 text; give its text, or put it alone",
+            f"{as_text(file)} is {kind.upper()}, and --image stands behind UTF-8 text; give its text, or put it alone",
             param="file",
         )
-    return plain_text(data, told(file), "file")
+    return plain_text(data, as_text(file), "file")
 
 
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise InvalidRequest(f"cannot read {told(path)}: {error.strerror}", param="file") from error
+        raise InvalidRequest(f"cannot read {as_text(path)}: {error.strerror}", param="file") from error
 
 
 def _put_one(client: Client, file: Path, fields: Mapping[str, Any], as_json: bool) -> None:
@@ -194,10 +194,10 @@ def _put_one(client: Client, file: Path, fields: Mapping[str, Any], as_json: boo
 
 def _tell(what: str, cache: CacheObject, done: str) -> None:
     """done: what it took."""
-    agreement = "" if cache.quality is None else f", agreement {cache.quality.told}"
+    agreement = "" if cache.quality is None else f", agreement {cache.quality.text}"
     common.notes.print(
         f"{what}: {cache.tokens.document} tokens, {cache.tokens.kept} kept by {cache.policy}, "
-        f"{common.megabytes(cache.bytes.stored)} ({cache.entries_told}, {cache.bytes.share:.1%} of the full cache in "
+        f"{common.megabytes(cache.bytes.stored)} ({cache.entries_text}, {cache.bytes.share:.1%} of the full cache in "
         f"16 bits){agreement}, {done}",
         style="dim",
         soft_wrap=True,
@@ -616,7 +616,7 @@ def _details(cache: CacheObject, prices: Prices | None) -> Table:
         + (f", {cache.tokens.protected} of them protected" if cache.tokens.protected else ""),
         "codec": cache.codec
         + (f", made under {cache.recoded.codec}, coded last {when(cache.recoded.at)}" if cache.recoded else ""),
-        "size": f"{cache.bytes.told(common.megabytes)}; {cache.entries_told}",
+        "size": f"{cache.bytes.describe(common.megabytes)}; {cache.entries_text}",
         "quality": _quality(cache),
         **({"certificate": _certificate(cache.certificate)} if cache.certificate else {}),
         **({"warning": "; ".join(cache.warnings)} if cache.warnings else {}),
@@ -666,11 +666,11 @@ def _quality(cache: CacheObject) -> str:
     chosen = f"; chosen among {len(cache.tried)}" if cache.tried else ""
     worst = figure.worst
     if worst is None:
-        return f"{figure.told}{chosen}" if figure.agreement is not None else f"no figure: {figure.reason}{chosen}"
+        return f"{figure.text}{chosen}" if figure.agreement is not None else f"no figure: {figure.reason}{chosen}"
     if not figure.cues:
         return f"the full cache{chosen}"
     return (
-        f"agreement {figure.told} with the full cache on {figure.cues} cues, lowest {worst['agreement']:.3f} at tokens "
+        f"agreement {figure.text} with the full cache on {figure.cues} cues, lowest {worst['agreement']:.3f} at tokens "
         f"{worst['from']} to {worst['to']}, KL {figure.kl:.3g} nats{chosen}"
     )
 

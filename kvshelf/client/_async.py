@@ -21,8 +21,6 @@ T = TypeVar("T")
 
 
 class _AsyncSender:
-    """Sends calls, and repeats them where `HttpAttempts` says so."""
-
     def __init__(self, http: httpx.AsyncClient, connection: Connection) -> None:
         self.http = http
         self.connection = connection
@@ -48,8 +46,6 @@ class _AsyncSender:
 
 
 class _AsyncGroup:
-    """A group of calls, such as `client.caches`."""
-
     def __init__(self, sender: _AsyncSender) -> None:
         self._sender = sender
 
@@ -60,10 +56,10 @@ class AsyncAnswerStream(Generic[AnswerT]):
     Closing it early, or leaving its `async with` block, hangs up, and the service stops generating.
     """
 
-    def __init__(self, response: httpx.Response, url: httpx.URL, ends: type[AnswerT]) -> None:
+    def __init__(self, response: httpx.Response, url: httpx.URL, answer_type: type[AnswerT]) -> None:
         self._response = response
         self._url = url
-        self._reader = AnswerReader(ends)
+        self._reader = AnswerReader(answer_type)
         self._pieces = self._read()
 
     def __aiter__(self) -> AsyncIterator[str]:
@@ -142,8 +138,6 @@ def _streamed(
 
 
 class AsyncCaches(_AsyncGroup):
-    """The shelf: `client.caches`."""
-
     create = _awaited(_calls.create_cache)
     append = _awaited(_calls.append_cache)
     remake = _awaited(_calls.remake_cache)
@@ -180,8 +174,6 @@ class AsyncCaches(_AsyncGroup):
 
 
 class AsyncFiles(_AsyncGroup):
-    """The inputs and outputs of batches: `client.files`."""
-
     create = _awaited(_batch_calls.create_file)
     retrieve = _awaited(_batch_calls.retrieve_file)
     list = _listed(_batch_calls.list_files)
@@ -190,8 +182,6 @@ class AsyncFiles(_AsyncGroup):
 
 
 class AsyncBatches(_AsyncGroup):
-    """Files compressed row by row in the background: `client.batches`."""
-
     create = _awaited(_batch_calls.create_batch)
     retrieve = _awaited(_batch_calls.retrieve_batch)
     list = _listed(_batch_calls.list_batches)
@@ -201,23 +191,25 @@ class AsyncBatches(_AsyncGroup):
     retry = _awaited(_batch_calls.retry_batch)
 
     async def events(self, id: str) -> AsyncIterator[BatchObject]:
-        """A batch now, then after each change, and last at its end. Broken connections are renewed.
+        """A batch now, then after each change, and last at its end. Broken connections are renewed, after a pause.
 
         Raises `BatchNotFound`, `ConnectionFailed`.
         """
-        reader = BatchReader()
-        while not reader.ended:
-            response = await self._sender.exchange(_batch_calls.batch_events(id, reader.seen), stream=True)
+        reader = BatchReader(self._sender.connection.retries)
+        while True:
+            call = _batch_calls.batch_events(id, reader.last_event_id)
+            response = await self._sender.exchange(call, stream=True)
             with suppress(httpx.HTTPError, httpx.StreamError):
                 async with aclosing(response):
                     async for line in response.aiter_lines():
                         if (batch := reader.feed(line)) is not None:
                             yield batch
+            if reader.ended:
+                return
+            await asyncio.sleep(reader.pause_after_break())
 
 
 class AsyncCertificates(_AsyncGroup):
-    """As `Certificates`: `client.certificates`."""
-
     keep = _awaited(_record_calls.keep_certificate)
     list = _awaited(_record_calls.list_certificates)
     retrieve = _awaited(_record_calls.retrieve_certificate)
@@ -225,8 +217,6 @@ class AsyncCertificates(_AsyncGroup):
 
 
 class AsyncWorkflows(_AsyncGroup):
-    """As `Workflows`: `client.workflows`."""
-
     keep = _awaited(_record_calls.keep_workflow)
     list = _awaited(_record_calls.list_workflows)
     retrieve = _awaited(_record_calls.retrieve_workflow)
@@ -234,14 +224,10 @@ class AsyncWorkflows(_AsyncGroup):
 
 
 class AsyncErasures(_AsyncGroup):
-    """As `Erasures`: `client.erasures`."""
-
     create = _awaited(_record_calls.create_erasure)
 
 
 class AsyncRequests(_AsyncGroup):
-    """Creations in the background: `client.requests`."""
-
     retrieve = _awaited(_calls.retrieve_request)
 
 

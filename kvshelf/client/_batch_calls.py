@@ -13,7 +13,7 @@ from kvshelf.api import batches
 from kvshelf.client import _calls
 from kvshelf.client._exchange import HttpCall, parse_as
 from kvshelf.errors import InvalidRequest
-from kvshelf.names import told
+from kvshelf.names import as_text
 
 FileInput = str | os.PathLike[str] | bytes | BinaryIO | tuple[str, bytes | BinaryIO]
 """A path, or the content itself, with or without a name."""
@@ -73,11 +73,11 @@ def create_file(
     """
     form = _calls.checked(batches.CreateFile, {"purpose": purpose, "expires_after": expires_after})
     data = {"purpose": purpose} | {f"expires_after[{k}]": str(v) for k, v in form.get("expires_after", {}).items()}
-    name, content = _opened(file)
-    opened = content if isinstance(file, str | os.PathLike) else nullcontext()
+    name, content = _open(file)
+    upload = content if isinstance(file, str | os.PathLike) else nullcontext()
     body = {"files": {"file": (name, content, "application/jsonl")}, "data": data}
     # Not repeated when the answer is lost: a repeat would make a second file.
-    return HttpCall("POST", "/v1/files", parse_as(batches.FileObject), body=body, repeatable=False, upload=opened)
+    return HttpCall("POST", "/v1/files", parse_as(batches.FileObject), body=body, repeatable=False, upload=upload)
 
 
 def retrieve_file(id: str) -> HttpCall[batches.FileObject]:
@@ -87,9 +87,8 @@ def retrieve_file(id: str) -> HttpCall[batches.FileObject]:
 
 def list_files(**fields: Unpack[FileFilters]) -> HttpCall[batches.FileList]:
     """All files, newest first; `purpose` filters. They are fetched `limit` at a time as they are read."""
-    return HttpCall(
-        "GET", "/v1/files", parse_as(batches.FileList), params=_calls.query_string(batches.ListFiles, fields)
-    )
+    params = _calls.query_string(batches.ListFiles, fields)
+    return HttpCall("GET", "/v1/files", parse_as(batches.FileList), params=params)
 
 
 def delete_file(id: str) -> HttpCall[batches.FileDeleted]:
@@ -148,13 +147,13 @@ def retry_batch(id: str) -> HttpCall[batches.BatchObject]:
     return _do(id, "retry", repeatable=False)
 
 
-def batch_events(id: str, seen: str) -> HttpCall[None]:
-    """An event stream for `_stream.BatchReader`; `seen` is the id of the last event that was read."""
-    headers = {"last-event-id": seen} if seen else {}
+def batch_events(id: str, last_event_id: str) -> HttpCall[None]:
+    """An event stream for `_stream.BatchReader`, from the event behind `last_event_id` on; "" is the first."""
+    headers = {"last-event-id": last_event_id} if last_event_id else {}
     return HttpCall("GET", _batch(id) + "/events", lambda _: None, headers=headers)
 
 
-def _opened(file: FileInput) -> tuple[str, BinaryIO]:
+def _open(file: FileInput) -> tuple[str, BinaryIO]:
     """The name and the content of an upload. Raises `InvalidRequest` for a path that cannot be read."""
     if isinstance(file, tuple):
         name, content = file
@@ -162,12 +161,12 @@ def _opened(file: FileInput) -> tuple[str, BinaryIO]:
     if isinstance(file, bytes):
         return "input.jsonl", io.BytesIO(file)
     if not isinstance(file, str | os.PathLike):
-        return told(Path(str(getattr(file, "name", "input.jsonl"))).name), file
+        return as_text(Path(str(getattr(file, "name", "input.jsonl"))).name), file
     path = Path(file)
     try:
-        return told(path.name), path.open("rb")
+        return as_text(path.name), path.open("rb")
     except OSError as error:
-        raise InvalidRequest(f"cannot read {told(path)}: {error.strerror}", param="file") from error
+        raise InvalidRequest(f"cannot read {as_text(path)}: {error.strerror}", param="file") from error
 
 
 def _do(id: str, verb: str, *, repeatable: bool = True) -> HttpCall[batches.BatchObject]:

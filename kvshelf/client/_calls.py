@@ -1,8 +1,4 @@
-"""The calls of the API, one function each: it checks its arguments, builds the request and types the answer.
-
-Nothing here talks to the network. The functions are the methods of both clients: `Client.caches.retrieve` and
-`AsyncClient.caches.retrieve` send what `retrieve_cache` builds, with its arguments, types and docstring.
-"""
+"""The calls of the API, one function each, which checks arguments, builds the request and types the answer."""
 
 from __future__ import annotations
 
@@ -26,7 +22,7 @@ from kvshelf.api.strict import RequestBody, parse_request, refusal
 from kvshelf.api.usage import UsageQuery, UsageReport
 from kvshelf.client._exchange import HttpCall, parse_as
 from kvshelf.errors import InvalidRequest
-from kvshelf.names import told
+from kvshelf.names import as_text
 
 MEDIA_TYPES = {".pdf": "application/pdf", ".html": "text/html", ".htm": "text/html", ".xhtml": "application/xhtml+xml"}
 """By the end of a file's name. Not guessed from the system's list of media types, in which .ts is a film."""
@@ -38,12 +34,14 @@ Messages = Sequence[Mapping[str, str | Blocks] | api.Message]
 Prompts = list[str]
 Answers = list[api.AnswerObject]
 Together = list[str]
-"""Ids of caches that are asked together."""
+"""Ids of caches that one question asks together."""
 JointAnswers = list[api.JointAnswer]
 Levels = list[api.CacheObject]
 Level = float | Mapping[str, Any] | api.LevelOptions
 Parts = list[api.CacheObject]
-Split = bool | Mapping[str, Any] | api.SplitOptions
+No = Literal[False]
+SplitOptions = Literal[True] | Mapping[str, Any] | api.SplitOptions
+Split = No | SplitOptions
 Episodes = Mapping[str, Any] | api.EpisodeOptions
 
 
@@ -235,43 +233,31 @@ class ListFields(TypedDict, total=False):
 
 @overload
 def create_cache(
-    *,
-    levels: None = None,
-    split: Literal[False] = False,
-    respond_async: Literal[False] = False,
-    **fields: Unpack[CreateFields],
+    *, levels: None = None, split: No = False, respond_async: No = False, **fields: Unpack[CreateFields]
 ) -> HttpCall[api.CacheObject]: ...
 @overload
 def create_cache(
-    *,
-    levels: None = None,
-    split: Literal[True] | Mapping[str, Any] | api.SplitOptions,
-    respond_async: Literal[False] = False,
-    **fields: Unpack[CreateFields],
+    *, levels: None = None, split: SplitOptions, respond_async: No = False, **fields: Unpack[CreateFields]
 ) -> HttpCall[Parts]: ...
 @overload
 def create_cache(
     *,
     levels: None = None,
-    split: Literal[False] = False,
+    split: No = False,
     episodes: Episodes,
-    respond_async: Literal[False] = False,
+    respond_async: No = False,
     **fields: Unpack[CreateFields],
 ) -> HttpCall[Parts]: ...
 @overload
 def create_cache(
-    *,
-    levels: Sequence[Level],
-    min_quality: float,
-    respond_async: Literal[False] = False,
-    **fields: Unpack[KeptDocumentFields],
+    *, levels: Sequence[Level], min_quality: float, respond_async: No = False, **fields: Unpack[KeptDocumentFields]
 ) -> HttpCall[api.CacheObject]: ...
 @overload
 def create_cache(
     *,
     levels: Sequence[Level],
     min_quality: None = None,
-    respond_async: Literal[False] = False,
+    respond_async: No = False,
     **fields: Unpack[KeptDocumentFields],
 ) -> HttpCall[Levels]: ...
 @overload
@@ -321,9 +307,8 @@ def create_cache(
     if respond_async:
         headers = {"prefer": "respond-async"}
         return HttpCall("POST", "/v1/caches", parse_as(api.RequestObject), headers=headers, body=body)
-    chooses = any(
-        values.get(name) is not None for name in ("min_quality", "max_bytes", "bytes_per_token", "certificate")
-    )
+    targets = ("min_quality", "max_bytes", "bytes_per_token", "certificate")
+    chooses = any(values.get(name) is not None for name in targets)
     if split or episodes is not None or (levels is not None and not chooses):
         return HttpCall("POST", "/v1/caches", lambda response: parse_as(api.LevelList)(response).data, body=body)
     return HttpCall("POST", "/v1/caches", parse_as(api.CacheObject), body=body)
@@ -368,8 +353,7 @@ def retrieve_cache(id: str) -> HttpCall[api.CacheObject]:
 
 
 def list_turns(id: str) -> HttpCall[list[api.StoredTurn]]:
-    """The caches that one grew from by appends and stored turns, the oldest first and itself last. Raises as
-    `retrieve`."""
+    """The caches that this one grew from by appends and stored turns, the oldest first. Raises as `retrieve`."""
     return HttpCall("GET", _cache_path(id) + "/turns", lambda response: parse_as(api.TurnList)(response).data)
 
 
@@ -409,17 +393,13 @@ def warm_caches(
     Raises `InvalidRequest` for what does not fit, before anything is read, and for caches of several models;
     `CacheNotFound`, `CacheExpired`, `ModelMismatch`.
     """
-    body = {
-        "json": checked(
-            api.WarmCaches, {"cache_ids": list(ids), "labels": labels, "model": model, "replicas": replicas}
-        )
-    }
+    fields = {"cache_ids": list(ids), "labels": labels, "model": model, "replicas": replicas}
+    body = {"json": checked(api.WarmCaches, fields)}
     return HttpCall("POST", "/v1/caches/warm", lambda response: parse_as(api.WarmedCaches)(response).data, body=body)
 
 
 def delete_cache(id: str, cascade: bool = False) -> HttpCall[api.Deleted]:
-    """Delete one cache, with `cascade` also those that extend it. Raises `CacheNotFound`, and `CacheHasChildren` for a
-    cache that others extend."""
+    """Delete one cache, with `cascade` also those that extend it. Raises `CacheNotFound`, `CacheHasChildren`."""
     params = {"cascade": "true"} if cascade else {}
     return HttpCall("DELETE", _cache_path(id), parse_as(api.Deleted), params=params, repeatable=False)
 
@@ -517,7 +497,7 @@ def query_cache(
     `on_miss`; for one cache `store`, `ttl_s` and `compare`; for several `route`. Raises `CacheNotFound`,
     `CacheExpired`, `CacheCorrupt`, `ModelMismatch`, `SourceNotKept`, ...
     """
-    path, body = _asked(id, {**fields, "prompt": prompt, "messages": messages})
+    path, body = _question(id, {**fields, "prompt": prompt, "messages": messages})
     several = isinstance(prompt, list | tuple)
     if (fields.get("n") or 1) > 1 and not several:
         raise InvalidRequest("n answers are a list; give the prompts as a list, too", param="n")
@@ -542,13 +522,13 @@ def stream_query(
     id: str | Together, prompt: str | None = None, *, messages: Messages | None = None, **fields: Any
 ) -> HttpCall[type[api.AnswerObject]] | HttpCall[type[api.JointAnswer]]:
     """As `query`, with the text as it is generated. The question is on its way when the call returns its stream."""
-    path, body = _asked(id, {**fields, "prompt": prompt, "messages": messages, "stream": True})
+    path, body = _question(id, {**fields, "prompt": prompt, "messages": messages, "stream": True})
     if isinstance(id, str):
         return HttpCall("POST", path, lambda _: api.AnswerObject, body=body)  # what ends the stream
     return HttpCall("POST", path, lambda _: api.JointAnswer, body=body)
 
 
-def _asked(id: str | Together, fields: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def _question(id: str | Together, fields: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """The path and the body of a question to one cache, or to several together."""
     if isinstance(id, list | tuple):
         return "/v1/query", {"json": checked(api.JointQuery, {**fields, "cache_ids": id})}
@@ -597,8 +577,7 @@ def estimate(**fields: Unpack[LevelFields]) -> HttpCall[api.EstimateObject]:
 
 
 class UsageFields(TypedDict, total=False):
-    """Which use to report: days of UTC as `datetime.date` or text (2026-01-31), both included, and how it is grouped;
-    None means absent."""
+    """Days of UTC as `datetime.date` or text (2026-01-31), both included, and the groups; None means absent."""
 
     from_: date | str | None
     to: date | str | None
@@ -700,8 +679,7 @@ def _plain(value: Any) -> Any:
 
 
 def _document(model: type[RequestBody], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The body of a request with a document: JSON, or with `file` a form with the file unchanged, text fields as text,
-    and all others as JSON."""
+    """The body of a request with a document: JSON, or with `file` a form of the file, texts, and others as JSON."""
     fields = dict(fields)
     if (file := fields.pop("file", None)) is None:
         return {"json": checked(model, fields)}
@@ -713,7 +691,7 @@ def _document(model: type[RequestBody], fields: Mapping[str, Any]) -> dict[str, 
     form = {key: value if isinstance(value, str) else json.dumps(value) for key, value in values.items()}
     del form["document"]
     return {
-        "files": {"file": (told(path.name), data, MEDIA_TYPES.get(path.suffix.lower(), "text/plain"))},
+        "files": {"file": (as_text(path.name), data, MEDIA_TYPES.get(path.suffix.lower(), "text/plain"))},
         "data": form,
     }
 
@@ -727,11 +705,11 @@ def _text(path: Path) -> str:
     try:
         return _read(path).decode()
     except UnicodeDecodeError as error:
-        raise InvalidRequest(f"{told(path)}: byte {error.start} is not valid UTF-8", param="file") from error
+        raise InvalidRequest(f"{as_text(path)}: byte {error.start} is not valid UTF-8", param="file") from error
 
 
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise InvalidRequest(f"cannot read {told(path)}: {error.strerror}", param="file") from error
+        raise InvalidRequest(f"cannot read {as_text(path)}: {error.strerror}", param="file") from error

@@ -11,15 +11,18 @@ from typing import Any
 
 import httpx
 
+from kvshelf.backoff import backoff_s
 from kvshelf.errors import InvalidRequest
 
 DEFAULT_URL = "http://127.0.0.1:8765"
-"""Where `kvshelf serve` listens unless told otherwise."""
+"""The address of `kvshelf serve` by default."""
 
 _LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 _AUTHORITIES = ("SSL_CERT_FILE", "SSL_CERT_DIR")
 """Variables that say whose certificates are trusted."""
+
+_SPREAD = 0.25
 
 # httpx's own number of connections, but all of them may idle: where only 20 may, httpcore can close one that another
 # thread has just begun to use (https://github.com/encode/httpcore/issues/1110).
@@ -45,7 +48,7 @@ class Timeouts:
                 raise InvalidRequest(f"{name} is {value!r}; it must be more than 0 seconds, or None", param=name)
 
     def to_httpx(self, *, extra_read_s: float = 0.0) -> httpx.Timeout:
-        """The same as an httpx object; `extra_read_s` is what the service was asked to wait before it answers."""
+        """The same as an httpx object. extra_read_s: how long the service waits before it answers."""
         read_s = None if self.read_s is None else self.read_s + extra_read_s
         return httpx.Timeout(connect=self.connect_s, read=read_s, write=self.write_s, pool=self.pool_s)
 
@@ -69,10 +72,14 @@ class Retries:
             if not (value >= 0 and math.isfinite(value)):
                 raise InvalidRequest(f"{name} is {value!r}; it must be a number from 0", param=name)
 
+    def pause_s(self, repeat: int) -> float:
+        """The pause in seconds before repeat number `repeat`, counted from 0."""
+        return backoff_s(repeat, self.backoff_s, self.max_backoff_s, spread=_SPREAD)
+
 
 @dataclass(frozen=True)
 class Connection:
-    """What both clients hand to httpx, from arguments and, where these are None, from the environment."""
+    """The settings that both clients hand to httpx."""
 
     base_url: httpx.URL
     headers: dict[str, str]

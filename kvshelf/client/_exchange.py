@@ -1,7 +1,4 @@
-"""One exchange with the service, without any input or output: what to send, what an answer means, when to repeat.
-
-Both clients are thin loops around this module and obey the same rules.
-"""
+"""One exchange with the service, without any input or output: its request, the meaning of its answer, its repeats."""
 
 from __future__ import annotations
 
@@ -15,7 +12,6 @@ from typing import Any, Generic, Protocol, TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from kvshelf.backoff import backoff_s
 from kvshelf.client import _failures
 from kvshelf.client._config import Connection
 from kvshelf.errors import KvshelfError
@@ -25,7 +21,6 @@ MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 _RETRIED_STATUSES = frozenset({429, 503})
-_SPREAD = 0.25
 
 # Waiting a few seconds does not free a quota. A call is repeated after a worker's crash: most calls that fail with a
 # worker did not cause the crash, and the service gives up a document after a few crashes.
@@ -44,8 +39,8 @@ class HttpCall(Generic[T_co]):
 
     `repeatable`: the call may be sent again even if the service may have carried out the first one. Creations are
     idempotent by content, reads and changes by nature; deletions, new files and new batches are not. `extra_read_s`
-    lengthens the read timeout by the time the service was asked to wait. `accepts` are statuses that carry an answer
-    besides the successful ones. `upload` is the file of an upload, closed after the exchange.
+    lengthens the read timeout by the time that the service waits before it answers. `accepts` are statuses that carry
+    an answer besides the successful ones. `upload` is the file of an upload, closed after the exchange.
     """
 
     method: str
@@ -92,7 +87,7 @@ class HttpAttempts:
 
     call: HttpCall[Any]
     connection: Connection
-    made: int = 0
+    repeats: int = 0
 
     def pause_after_response(self, response: httpx.Response) -> float:
         """The pause after an error response, already read; or raises the error that the response carries."""
@@ -100,7 +95,7 @@ class HttpAttempts:
         passing = response.status_code in _RETRIED_STATUSES and error.code not in _FINAL_CODES
         if not passing or not (self.call.repeatable or error.code in _NOTHING_DONE):
             raise error
-        return self._pause(error, asked_s=error.details.get("retry_after_s"))
+        return self._pause(error, error.details.get("retry_after_s"))
 
     def pause_after_error(self, error: httpx.HTTPError | httpx.StreamError) -> float:
         """The pause after an exception of httpx, or raises its translation."""
@@ -108,16 +103,15 @@ class HttpAttempts:
         broken = isinstance(error, httpx.NetworkError | httpx.RemoteProtocolError)
         if not (isinstance(error, _NEVER_SENT) or (broken and self.call.repeatable)):
             raise translated from error
-        return self._pause(translated, asked_s=None)
+        return self._pause(translated, None)
 
-    def _pause(self, error: KvshelfError, *, asked_s: float | None) -> float:
+    def _pause(self, error: KvshelfError, retry_after_s: float | None) -> float:
         retries = self.connection.retries
-        if self.made >= retries.max_retries or (asked_s is not None and asked_s > retries.max_wait_s):
+        too_long = retry_after_s is not None and retry_after_s > retries.max_wait_s
+        if self.repeats >= retries.max_retries or too_long:
             raise error
-        self.made += 1
-        if asked_s is not None:
-            return asked_s
-        return backoff_s(self.made - 1, retries.backoff_s, retries.max_backoff_s, spread=_SPREAD)
+        self.repeats += 1
+        return retries.pause_s(self.repeats - 1) if retry_after_s is None else retry_after_s
 
 
 def parse_as(cls: type[ModelT]) -> Callable[[httpx.Response], ModelT]:
@@ -133,7 +127,7 @@ def parse_as(cls: type[ModelT]) -> Callable[[httpx.Response], ModelT]:
 
 
 def method_of(build: Callable[..., Any]) -> Callable[[MethodT], MethodT]:
-    """Gives a client's method the name, the docstring and the signature of the function that builds its call."""
+    """Give a client's method the name, the docstring and the signature of the function that builds its call."""
 
     def decorate(method: MethodT) -> MethodT:
         functools.update_wrapper(method, build)

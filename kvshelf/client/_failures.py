@@ -37,7 +37,7 @@ def from_httpx(error: httpx.HTTPError | httpx.StreamError, url: httpx.URL) -> Kv
 
 
 def from_response(response: httpx.Response) -> KvshelfError:
-    """What to raise for a response (read to its end) that is not a success."""
+    """The error to raise for a response (read to its end) that is not a success."""
     try:
         body = ErrorEnvelope.model_validate_json(response.content).error
     except ValidationError:
@@ -49,7 +49,7 @@ def from_response(response: httpx.Response) -> KvshelfError:
 
 
 def from_body(body: ErrorBody, *, request_id: str | None = None) -> KvshelfError:
-    """What to raise for the `error` object of a response or of a stream.
+    """The error to raise for the `error` object of a response or of a stream.
 
     A code that this version does not know, from a newer service, becomes a plain `KvshelfError`.
     """
@@ -63,7 +63,7 @@ def from_body(body: ErrorBody, *, request_id: str | None = None) -> KvshelfError
 
 
 def not_kvshelf(response: httpx.Response) -> KvshelfError:
-    """What to raise when the other side does not speak this API: a proxy, another service, an incompatible version."""
+    """The error to raise when the other side does not speak this API: a proxy, another service, another version."""
     return ConnectionFailed(
         f"{response.request.url} answered {response.status_code} with something that is not an answer of kvshelf: "
         f"{response.text[:120]!r}. Does this URL belong to a kvshelf service of this version?",

@@ -60,10 +60,10 @@ class AnswerStream(Generic[AnswerT]):
     Closing it early, or leaving its `with` block, hangs up, and the service stops generating.
     """
 
-    def __init__(self, response: httpx.Response, url: httpx.URL, ends: type[AnswerT]) -> None:
+    def __init__(self, response: httpx.Response, url: httpx.URL, answer_type: type[AnswerT]) -> None:
         self._response = response
         self._url = url
-        self._reader = AnswerReader(ends)
+        self._reader = AnswerReader(answer_type)
         self._pieces = self._read()
 
     def __iter__(self) -> Iterator[str]:
@@ -201,17 +201,21 @@ class Batches(_Group):
     retry = _sent(_batch_calls.retry_batch)
 
     def events(self, id: str) -> Iterator[BatchObject]:
-        """A batch now, then after each change, and last at its end. Broken connections are renewed.
+        """A batch now, then after each change, and last at its end. Broken connections are renewed, after a pause.
 
         Raises `BatchNotFound`, `ConnectionFailed`.
         """
-        reader = BatchReader()
-        while not reader.ended:
-            response = self._sender.exchange(_batch_calls.batch_events(id, reader.seen), stream=True)
+        reader = BatchReader(self._sender.connection.retries)
+        while True:
+            call = _batch_calls.batch_events(id, reader.last_event_id)
+            response = self._sender.exchange(call, stream=True)
             with suppress(httpx.HTTPError, httpx.StreamError), closing(response):
                 for line in response.iter_lines():
                     if (batch := reader.feed(line)) is not None:
                         yield batch
+            if reader.ended:
+                return
+            time.sleep(reader.pause_after_break())
 
 
 class Certificates(_Group):
@@ -265,8 +269,7 @@ class Client(_Group):
 
     `url` falls back to KVSHELF_URL, then to the local default port; `api_key` to KVSHELF_API_KEY. Calls that meet a
     busy or unreachable service are repeated (`retries`); creation is idempotent by content, so nothing is done twice.
-    Errors are those of `kvshelf.errors`: the ones the service raised, and `ConnectionFailed`. `transport` replaces the
-    network.
+    Errors are those of `kvshelf.errors`: the service's, and `ConnectionFailed`. `transport` replaces the network.
     """
 
     ready = _sent(_calls.readiness)

@@ -14,7 +14,7 @@ from kvshelf.artifact.cache import CompressedCache
 from kvshelf.artifact.identity import LinkedIdentity
 from kvshelf.artifact.opened.arriving import ArrivingCache
 from kvshelf.artifact.opened.partial import PartialCache
-from kvshelf.artifact.shape import made_by
+from kvshelf.artifact.shape import layers_made_by
 from kvshelf.engine.attention.attached import AttachedCache
 from kvshelf.engine.attention.attachment import Attached, Attachment, JointAttachment, PartialAttachment
 from kvshelf.engine.attention.function import kvshelf_attention
@@ -52,7 +52,9 @@ class Attachments:
         """As `require_own`, but a cache of a linked model is no other's."""
         self.readable.require_match(cache.identity.model)
         cache.shape.require_bounds(self._facts.identity)
-        cache.shape.require_layers(made_by(cache.identity.model, self._facts.identity, self._passes.layer_shapes))
+        cache.shape.require_layers(
+            layers_made_by(cache.identity.model, self._facts.identity, self._passes.layer_shapes)
+        )
 
     def of(self, cache: CompressedCache | ArrivingCache) -> Attachment:
         """`cache` as the model's layers read it. Any number of questions may share it, also concurrently. A coded

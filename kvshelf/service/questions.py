@@ -222,7 +222,7 @@ async def remade(service: Service, caller: KeyCaller, cache_id: str, model: str 
     engine = service.engine(model)
     manifest = await off_loop(service.store.stat, cache_id, tenant=caller.tenant)
     try:
-        service.identities[engine.model].own.require_match(ModelIdentity(**manifest.identity["model"]))
+        service.identities[engine.model].unlinked.require_match(ModelIdentity(**manifest.identity["model"]))
         return Stored(manifest, existing=True)
     except errors.ModelMismatch as other:
         cache = await off_loop(_look_up, service.store, cache_id, caller.tenant, source=True, recompute=False)

@@ -276,7 +276,7 @@ def _layer(moments: Mapping[Kind, _Moments], weights: Mapping[Kind, Tensor], uni
     of_values = _row_transform(values, residual, residual_by_head, weights["values"], value_unit)
     return {
         "keys": _row_transform(keys, keys.covariance, _blocks(keys.covariance, heads), weights["keys"], key_unit),
-        "values": replace(of_values, joint_slope=joint.float(), each_slope=by_head.float()),
+        "values": replace(of_values, joint_slope=joint.float(), per_head_slope=by_head.float()),
     }
 
 

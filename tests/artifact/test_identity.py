@@ -94,7 +94,7 @@ def test_a_linked_model_is_another_whose_caches_are_read() -> None:
     linked.require_match(other)
     linked.require_match(MODEL)
     assert [linked.links(one) for one in (other, MODEL)] == [True, False]
-    assert linked.own == MODEL
+    assert linked.unlinked == MODEL
     linked.require_own(MODEL)
     with pytest.raises(ModelMismatch, match=r"only answers from it, by their link; (?!.*models link)"):
         linked.require_own(other)

@@ -91,7 +91,7 @@ def test_values_that_their_keys_foretell_take_few_bytes_and_come_back(heads: str
     slopes = torch.randn(2, 8, 8, generator=generator)
     means = {kind: plain.transforms.layers[0][kind].mean for kind in ("keys", "values")}
     layers = tuple(
-        {**layer, "values": replace(layer["values"], joint_slope=torch.block_diag(*slopes), each_slope=slopes)}
+        {**layer, "values": replace(layer["values"], joint_slope=torch.block_diag(*slopes), per_head_slope=slopes)}
         for layer in plain.transforms.layers
     )
     coder = replace(plain, transforms=replace(plain.transforms, layers=layers))

@@ -25,9 +25,9 @@ def test_every_kind_of_a_blob_has_its_record_in_memory() -> None:
     assert {name: record.kind for name, record in RECORDS.items()} == {name: name for name in KINDS}
 
 
-@pytest.mark.parametrize("kinds", [KINDS, RECORDS], ids=["in a blob", "in memory"])
-def test_kinds_are_siblings(kinds: dict[str, type]) -> None:
-    assert [pair for pair in permutations(kinds.values(), 2) if issubclass(*pair)] == []
+@pytest.mark.parametrize("table", [KINDS, RECORDS], ids=["in a blob", "in memory"])
+def test_kinds_are_siblings(table: dict[str, type]) -> None:
+    assert [pair for pair in permutations(table.values(), 2) if issubclass(*pair)] == []
 
 
 def test_no_module_asks_for_one_kind_after_another() -> None:

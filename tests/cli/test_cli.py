@@ -40,7 +40,7 @@ def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls are repeated as ever, but at once: nobody begins to listen meanwhile."""
-    monkeypatch.setattr("kvshelf.client._exchange.backoff_s", lambda *_, **__: 0.0)
+    monkeypatch.setattr("kvshelf.client.Retries.pause_s", lambda *_: 0.0)
 
 
 def run(*args: str, **options: str) -> Result:

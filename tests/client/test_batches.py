@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import gc
 import json
+import time
 import warnings
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ import httpx
 import pytest
 
 from kvshelf import errors
+from kvshelf.client import Retries
+from kvshelf.client._stream import BatchReader
 from tests.client.test_exchange import call  # noqa: F401 - a fixture
 
 FILE = {"id": "file_1", "object": "file", "bytes": 4, "created_at": 1, "filename": "rows.jsonl", "purpose": "batch"}
@@ -152,6 +156,31 @@ def test_events_go_on_where_a_connection_broke(call: Call) -> None:  # noqa: F81
     found = call(service, lambda c: c.batches.events("batch_1"))
     assert [each.status for each in found] == ["validating", "in_progress", "completed"]
     assert [request.headers.get("last-event-id") for request in service.requests] == [None, *["2-in_progress"] * 2]
+
+
+def test_a_stream_that_breaks_at_once_is_opened_again_after_longer_and_longer_pauses(call: Call) -> None:  # noqa: F811
+    arrivals: list[float] = []
+    service = Service(*[stream()] * 4, stream(event(1, "completed")))
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        arrivals.append(time.monotonic())
+        return service(request)
+
+    call(handler, lambda c: c.batches.events("batch_1"), retries=Retries(backoff_s=0.04, max_backoff_s=0.1))
+    pauses = [later - earlier for earlier, later in pairwise(arrivals)]
+    # A random part up to a quarter of each pause is taken off.
+    assert [pause >= 0.75 * planned for pause, planned in zip(pauses, (0.04, 0.08, 0.1, 0.1), strict=True)] == [
+        True
+    ] * 4
+
+
+def test_an_event_shortens_the_next_pause_again() -> None:
+    reader = BatchReader(Retries(backoff_s=1.0, max_backoff_s=8.0))
+    for longest in (1.0, 2.0, 4.0, 8.0, 8.0):
+        assert 0.75 * longest <= reader.pause_after_break() <= longest
+    for line in event(1, "in_progress").splitlines():
+        reader.feed(line)
+    assert 0.75 <= reader.pause_after_break() <= 1.0
 
 
 def test_an_error_in_the_events_is_raised(call: Call) -> None:  # noqa: F811

@@ -220,7 +220,7 @@ def test_weights_are_undone_when_rows_are_decoded(learnt):
             size = transform.joint.shape[0]
             assert torch.allclose(transform.analysis(None) @ transform.synthesis(None), torch.eye(size), atol=0.05)
             assert torch.allclose(
-                transform.analysis(1) @ transform.synthesis(1), torch.eye(transform.each.shape[1]), atol=0.05
+                transform.analysis(1) @ transform.synthesis(1), torch.eye(transform.per_head.shape[1]), atol=0.05
             )
 
 
@@ -264,7 +264,7 @@ def test_version_1_is_read_and_has_no_weights(tiny):
 def test_version_2_is_read_and_foretells_nothing(learnt):
     import numpy as np
 
-    plain = {"joint_slope": None, "each_slope": None}
+    plain = {"joint_slope": None, "per_head_slope": None}
     layers = [dict(layer, values=replace(layer["values"], **plain)) for layer in _layers(learnt)]
     data = pack("0f", layers, _tables(np.exp(-np.arange(1 << 13) / (1 << 7) * 1.4)), {})
     assert b"kvshelf.transforms/2" in data

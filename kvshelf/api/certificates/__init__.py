@@ -22,8 +22,7 @@ class Way(ResponseBody):
 
 
 class WayResult(ResponseBody):
-    """What a way made of the documents of a group: bytes, of those of full caches in 16 bits, and the share of the
-    answers that were lost."""
+    """One way on the documents of a group. `share`: bytes, of full caches in 16 bits. `loss`: share of lost answers."""
 
     share: float
     loss: float

@@ -32,7 +32,6 @@ Day = Annotated[datetime.date, BeforeValidator(_day)]
 
 
 def today() -> datetime.date:
-    """The day of UTC."""
     return datetime.datetime.now(datetime.UTC).date()
 
 
@@ -69,8 +68,7 @@ class Metered(ResponseBody):
 
 
 class MoneyCost(ResponseBody):
-    """In the currency of the prices. worker: of the seconds that workers spent. saved: what the tokens that answers
-    read from the shelf would have cost without it."""
+    """In the currency of the prices. worker: cost of workers' seconds. saved: that of tokens read from the shelf."""
 
     worker: float = 0.0
     saved: float = 0.0

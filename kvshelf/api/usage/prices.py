@@ -49,15 +49,15 @@ class Prices(_Prices):
     models: Mapping[str, ModelPrices] = Field(default_factory=dict)
 
     def second(self, model: str | None) -> float:
-        """Of a worker."""
-        own = self.models.get(model or "", ModelPrices()).worker_hour
-        return (self.worker_hour if own is None else own) / 3600
+        """The price of a worker's second."""
+        hour = self.models.get(model or "", ModelPrices()).worker_hour
+        return (self.worker_hour if hour is None else hour) / 3600
 
     def saved(self, model: str | None, tokens: float, seconds: float) -> float:
-        """What so many tokens read from the shelf are worth, whose prefill takes so many seconds."""
-        own = self.models.get(model or "", ModelPrices()).input_mtok
-        token = self.input_mtok if own is None else own
-        return seconds * self.second(model) if token is None else tokens * token / 1e6
+        """The worth of `tokens` that were read from the shelf. seconds: of their prefill."""
+        price = self.models.get(model or "", ModelPrices()).input_mtok
+        price = self.input_mtok if price is None else price
+        return seconds * self.second(model) if price is None else tokens * price / 1e6
 
     def stored(self, nbytes: float, seconds: float) -> float:
         return nbytes / _GB * self.gb_month * seconds / _MONTH_S
@@ -87,23 +87,21 @@ def read_prices(path: Path | str) -> Prices:
 
 
 def grouped(rows: Iterable[UsageRow], groups: Sequence[str], prices: Prices | None = None) -> list[UsageRow]:
-    """Rows of single days, models and tenants, added up by `groups`, in order. prices: with what each costs, for which
-    every row must name its model."""
+    """Rows of single days, models and tenants, added up by `groups`, in order. With prices each row names its model."""
     sums: dict[tuple[tuple[bool, str], ...], UsageRow] = {}
     for row in rows:
         group = {name: getattr(row, name) for name in get_args(Group) if name in groups}
         key = tuple((value is not None, str(value)) for value in group.values())  # a label's value may be "None"
-        before = sums.get(key, UsageRow())
-        cost = None if prices is None else (before.cost or MoneyCost()) + _cost(row, prices)
-        amounts = Metered.model_validate(dict(before)) + Metered.model_validate(dict(row))
+        total = sums.get(key, UsageRow())
+        cost = None
+        if prices is not None:
+            saved = prices.saved(row.model, row.cache_read_tokens, row.saved_s)
+            worker = row.worker_s * prices.second(row.model)
+            cost = (total.cost or MoneyCost()) + MoneyCost(worker=worker, saved=saved)
+        amounts = Metered.model_validate(dict(total)) + Metered.model_validate(dict(row))
         share = amounts.cache_read_tokens / max(1, amounts.cache_read_tokens + amounts.prefill_tokens)
         sums[key] = UsageRow.model_validate(dict(amounts) | group | {"cost": cost, "hit_share": round(share, 4)})
     return [sums[key] for key in sorted(sums)]
-
-
-def _cost(row: UsageRow, prices: Prices) -> MoneyCost:
-    saved = prices.saved(row.model, row.cache_read_tokens, row.saved_s)
-    return MoneyCost(worker=row.worker_s * prices.second(row.model), saved=saved)
 
 
 class Worth(NamedTuple):
@@ -114,7 +112,7 @@ class Worth(NamedTuple):
     an_answer: float
 
     def answers(self, days: float) -> int | None:
-        """So many pay back a cache that is kept so long; None: none ever does."""
+        """How many answers pay back a cache that is kept for `days`; None: no number does."""
         if not self.an_answer:
             return None
         return max(1, math.ceil((self.made + self.a_day * days) / self.an_answer))
@@ -126,7 +124,7 @@ class Worth(NamedTuple):
 
 
 def worth(cache: CacheObject, prices: Prices) -> Worth:
-    """Of a cache whose making was timed. One that was imported costs nothing here and saves nothing that is known."""
+    """The worth of a cache whose making was timed. An imported cache costs nothing here and saves no known time."""
     return Worth(
         made_s(cache) * prices.second(cache.model),
         prices.stored(cache.bytes.stored, DAY_S),
@@ -144,7 +142,7 @@ def by_label(caches: Iterable[CacheObject], tenant: str, label: str, prices: Pri
     members: dict[str | None, list[CacheObject]] = {}
     for cache in caches:
         members.setdefault(cache.labels.get(label), []).append(cache)
-    rows = [_label_use(tenant, value, own, prices) for value, own in members.items()]
+    rows = [_label_use(tenant, value, labelled, prices) for value, labelled in members.items()]
     return sorted(rows, key=lambda use: (-use.bytes, use.value or ""))
 
 
@@ -153,11 +151,9 @@ def _label_use(tenant: str, value: str | None, caches: Sequence[CacheObject], pr
     priced: dict[str, Any] = {}
     if prices is not None:
         worths = [worth(cache, prices) for cache in caches]
-        saved = sum(one.an_answer * cache.uses for one, cache in zip(worths, caches, strict=True))
-        priced = {
-            "cost": MoneyCost(worker=sum(one.made for one in worths), saved=saved),
-            "month": _month(nbytes, prices),
-        }
+        saved = sum(value.an_answer * cache.uses for value, cache in zip(worths, caches, strict=True))
+        cost = MoneyCost(worker=sum(value.made for value in worths), saved=saved)
+        priced = {"cost": cost, "month": _month(nbytes, prices)}
     return LabelUse(
         tenant=tenant,
         value=value,
@@ -171,15 +167,14 @@ def _label_use(tenant: str, value: str | None, caches: Sequence[CacheObject], pr
 
 
 def by_ttl(caches: Iterable[CacheObject], tenant: str, prices: Prices, now: float) -> list[TtlUse]:
-    """How the lifetimes of caches paid, the largest loss first. Those that agree in two digits are one, the median of
-    them. now: Unix seconds."""
+    """How lifetimes paid, the largest loss first. Those alike in two digits are one row. now: Unix seconds."""
     members: dict[str, list[CacheObject]] = {}
     for cache in caches:
         lifetime = _lifetime_s(cache)
         judged = lifetime is not None and cache.timings.prefill_s and now - cache.created_at >= _JUDGED * lifetime
         if lifetime is not None and judged:
             members.setdefault(f"{lifetime:.1e}", []).append(cache)
-    rows = [_ttl_use(tenant, own, prices) for own in members.values()]
+    rows = [_ttl_use(tenant, alike, prices) for alike in members.values()]
     return sorted(rows, key=lambda use: (-use.lost, use.ttl_s))
 
 
@@ -192,8 +187,9 @@ def _lifetime_s(cache: CacheObject) -> float | None:
 def _ttl_use(tenant: str, caches: Sequence[CacheObject], prices: Prices) -> TtlUse:
     gains = []
     for cache in caches:
-        one, days = worth(cache, prices), ((cache.expires_at or 0) - cache.created_at) / DAY_S
-        gains.append(one.an_answer * cache.uses - one.made - one.a_day * days)
+        value = worth(cache, prices)
+        days = ((cache.expires_at or 0) - cache.created_at) / DAY_S
+        gains.append(value.an_answer * cache.uses - value.made - value.a_day * days)
     ages = sorted((cache.last_used_at or 0) - cache.created_at for cache in caches if cache.uses)
     return TtlUse(
         tenant=tenant,

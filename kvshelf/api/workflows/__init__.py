@@ -1,5 +1,4 @@
-"""The types of /v1/workflows: the steps of an agent workflow, what each asks, and which follow it (an Agent Step Graph,
-KVFlow, arXiv 2507.07400)."""
+"""The types of /v1/workflows: the steps of an agent workflow (an Agent Step Graph, KVFlow, arXiv 2507.07400)."""
 
 from __future__ import annotations
 

@@ -1,16 +1,4 @@
-"""Blob format 1: a compressed cache as bytes. docs/internals/format.md describes it byte by byte, with the reasons.
-
-    fixed part   magic, major, minor, header length                          16 bytes
-    header       msgpack, then zeros up to a multiple of 64
-    body         one segment per layer: its arrays, each aligned to 64 and padded with zeros; the last one has the
-                 digests of its runs of rows
-    trailer      total length, root digest                                   40 bytes
-
-The digest of each segment's head lies in the header, those of its rows in that head, and the root digest covers the
-fixed part, the header, its padding and the total length. So every byte is covered and a read hashes it once; hashing
-the whole blob again would double the time of a read. The digests also let a reader use a layer before the next one has
-arrived, and some runs of a layer without the others.
-"""
+"""Blob format 1, a compressed cache as bytes; docs/internals/format.md describes and explains every byte."""
 
 from __future__ import annotations
 
@@ -51,7 +39,7 @@ class PackedBlob:
 
 def check_segment(index: int, layer: Layer, segment: memoryview) -> None:
     """Raise `BlobError` unless a layer's segment matches the digests of its head and of all its rows, and its padding
-    is zero. `check_runs` checks those of its runs, which only a partial read uses."""
+    is zero. `check_runs` checks the digests of its runs, which only a partial read uses."""
     check_whole(index, layer, [segment], lambda: segment[layer.digests.offset :])
     check_padding(index, layer, segment)
 
@@ -60,8 +48,8 @@ def check_runs(index: int, layer: Layer, segment: memoryview) -> None:
     """Raise `BlobError` unless the digest of every run is that of its rows. For blobs from outside: those on a shelf
     were checked when they came, and their root digest has not changed."""
     digests = segment[layer.digests.offset :]
-    for run, found in enumerate(run_digests(layer, [segment])):
-        require_run(index, run, found, digests)
+    for run, digest in enumerate(run_digests(layer, [segment])):
+        require_run(index, run, digest, digests)
 
 
 def check_padding(index: int, layer: Layer, segment: memoryview) -> None:
@@ -100,7 +88,7 @@ def verify_file(file: BinaryIO, size: int) -> frame.BlobSummary:
     buffer = bytearray(_CHUNK)
     for index, layer in enumerate(summary.header.layers):  # segments follow each other without holes
         offset = layer.digests.offset
-        check_whole(index, layer, _chunks(file, buffer, offset), partial(_view, file, layer.nbytes - offset))
+        check_whole(index, layer, _chunks(file, buffer, offset), partial(_read, file, layer.nbytes - offset))
     return summary
 
 
@@ -116,10 +104,6 @@ def _read(file: BinaryIO, size: int) -> bytes:
     if len(data) != size:
         raise BlobError(f"the file ended {size - len(data)} bytes early while it was read", reason="truncated")
     return data
-
-
-def _view(file: BinaryIO, size: int) -> memoryview:
-    return memoryview(_read(file, size))
 
 
 def _chunks(file: BinaryIO, buffer: bytearray, size: int) -> Iterator[memoryview]:

@@ -8,8 +8,7 @@ from torch import Tensor
 
 
 class Body:
-    """All segments of a blob, one after the other. The memory must not change while a tensor views it, nor may the
-    tensors be written to."""
+    """All segments of a blob, one after the other. Neither the memory nor the tensors that view it may change."""
 
     def __init__(self, memory: memoryview) -> None:
         self.memory = memory
@@ -20,16 +19,13 @@ class Body:
         """The numbers from byte `offset` on, a multiple of their size. `shape` has one or two dimensions."""
         numbers = self._numbers.get(dtype)
         if numbers is None:
-            numbers = self._numbers[dtype] = self._as_numbers(dtype)
+            whole = self._bytes[: len(self._bytes) // dtype.itemsize * dtype.itemsize]
+            if whole.data_ptr() % dtype.itemsize:
+                # Bytes that lie at an odd address (a slice of a larger message) cannot be viewed as numbers.
+                whole = whole.clone()
+            numbers = self._numbers[dtype] = whole.view(dtype)
         # In one step: slicing and then shaping a view takes three times as long, and a cache has many tensors.
         return numbers.as_strided(shape, (shape[1], 1) if len(shape) == 2 else (1,), offset // dtype.itemsize)
-
-    def _as_numbers(self, dtype: torch.dtype) -> Tensor:
-        whole = self._bytes[: len(self._bytes) // dtype.itemsize * dtype.itemsize]
-        if whole.data_ptr() % dtype.itemsize:
-            # Bytes that lie at an odd address (a slice of a larger message) cannot be viewed as numbers.
-            whole = whole.clone()
-        return whole.view(dtype)
 
 
 def as_tensor(memory: memoryview) -> Tensor:

@@ -1,9 +1,4 @@
-"""The digests of a segment: of its head, of all rows of runs, and of each run. docs/internals/format.md says what they
-cover.
-
-A whole read checks the first two, so it hashes each byte once and in long pieces: a run consists of pieces of a few
-KiB, and hashing those takes twice as long. A partial read checks the head and the runs that it reads.
-"""
+"""The digests of a segment: of its head, of all rows in runs, and of each run (docs/internals/format.md)."""
 
 from __future__ import annotations
 
@@ -18,8 +13,7 @@ from kvshelf.artifact.blob.layer import DIGEST_BYTES, Layer, Span
 from kvshelf.errors import BlobError
 
 _GATHERED: Final = 32 << 10
-"""Bytes. BLAKE3 hashes 16 blocks of 1 KiB at once; given 8 KiB at a time it takes twice as long. So smaller pieces are
-copied together first."""
+"""Bytes. BLAKE3 hashes 16 blocks of 1 KiB at once, and 8 KiB in twice the time: small pieces are copied together."""
 
 
 def digests_of(layer: Layer, buffers: Sequence[memoryview]) -> tuple[bytes, bytes]:
@@ -33,7 +27,9 @@ def digests_of(layer: Layer, buffers: Sequence[memoryview]) -> tuple[bytes, byte
     return head.digest(), digests
 
 
-def check_whole(index: int, layer: Layer, buffers: Iterable[memoryview], read: Callable[[], memoryview]) -> None:
+def check_whole(
+    index: int, layer: Layer, buffers: Iterable[memoryview], read: Callable[[], bytes | memoryview]
+) -> None:
     """Raise `BlobError` unless a segment matches the digests of its head and of all its rows.
 
     buffers: the segment up to its array of digests; a buffer may be filled anew for the next piece. read: called when
@@ -47,13 +43,13 @@ def check_whole(index: int, layer: Layer, buffers: Iterable[memoryview], read: C
 
 
 def require_head(index: int, layer: Layer, digest: bytes) -> None:
-    """Raise `BlobError` unless this is the digest of a layer's head."""
+    """Raise `BlobError` unless `digest` is that of the layer's head."""
     if digest != layer.digest:
         raise _differs(f"segment {index}")
 
 
 def require_run(index: int, run: int, digest: bytes, digests: memoryview) -> None:
-    """Raise `BlobError` unless this is the digest of a run. digests: the array of a head that has been checked."""
+    """Raise `BlobError` unless `digest` is that of the run. digests: the array of a head that has been checked."""
     if digest != digests[run * DIGEST_BYTES :][:DIGEST_BYTES]:
         raise _differs(f"run {run} of segment {index}")
 
@@ -92,15 +88,15 @@ def _hashed(layer: Layer, buffers: Iterable[memoryview]) -> tuple[blake3, blake3
 
 def _cut(buffers: Iterable[memoryview], layer: Layer) -> Iterator[tuple[bool, memoryview]]:
     """The segment up to its array of digests in pieces, each with whether it is of rows in runs."""
-    coming = iter(buffers)
+    remaining = iter(buffers)
     buffer = memoryview(b"")
-    for in_run, left in layer.cuts():
-        while left:
+    for in_run, nbytes in layer.cuts():
+        while nbytes:
             if not buffer:
-                buffer = next(coming)
+                buffer = next(remaining)
                 continue
-            piece, buffer = buffer[:left], buffer[left:]
-            left -= len(piece)
+            piece, buffer = buffer[:nbytes], buffer[nbytes:]
+            nbytes -= len(piece)
             yield in_run, piece
 
 

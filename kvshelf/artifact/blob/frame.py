@@ -1,7 +1,4 @@
-"""The frame of a blob: the bytes before and after the segments, and their check.
-
-The root digest in the trailer covers the fixed part, the header, its padding and the total length.
-"""
+"""The frame of a blob: the bytes before and after the segments, and their check."""
 
 from __future__ import annotations
 
@@ -70,11 +67,12 @@ def body_offset(fixed: Buffer, size: int) -> int:
 def open_frame(head: Buffer, trailer: Buffer, size: int) -> BlobSummary:
     """Check the root digest of a blob of `size` bytes, then read its header."""
     total, root = TRAILER.unpack(trailer)
-    if _root(head, total) != root:
-        raise _damaged(head, size)
     *_, length = FIXED.unpack(head[: FIXED.size])
     end = FIXED.size + length
-    header = parse_header(bytes(head[FIXED.size : end]))
+    packed = bytes(head[FIXED.size : end])
+    if _root(head, total) != root:
+        raise _damaged(packed, len(head), size)
+    header = parse_header(packed)
     if any(head[end:]):
         raise BlobError("the padding after the header is not zero", reason="nonzero_padding")
     _require_size(len(head) + header.body_bytes + TRAILER.size, size)
@@ -83,12 +81,10 @@ def open_frame(head: Buffer, trailer: Buffer, size: int) -> BlobSummary:
     return BlobSummary(header, root, size)
 
 
-def _damaged(head: Buffer, size: int) -> BlobError:
+def _damaged(packed_header: bytes, body: int, size: int) -> BlobError:
     """Why the root digest differs. A readable header tells a cut or extended blob from a changed one."""
-    *_, length = FIXED.unpack(head[: FIXED.size])
     try:
-        header = parse_header(bytes(head[FIXED.size : FIXED.size + length]))
-        _require_size(len(head) + header.body_bytes + TRAILER.size, size)
+        _require_size(body + parse_header(packed_header).body_bytes + TRAILER.size, size)
     except BlobError as error:
         if error.reason in ("truncated", "trailing_bytes"):
             return error

@@ -1,8 +1,4 @@
-"""The header of a blob: what its segments hold and where, packed as msgpack and read back strictly.
-
-Everything a reader allocates or slices follows from these fields, so nothing is taken on trust: sizes are capped before
-they are parsed, every field has one type, and each refusal has one name (docs/internals/format.md lists them).
-"""
+"""The header of a blob: what its segments hold and where, packed as msgpack and read back strictly."""
 
 from __future__ import annotations
 
@@ -25,7 +21,7 @@ from pydantic import (
 )
 
 from kvshelf.artifact import positions
-from kvshelf.artifact.blob.kinds.record import MAX_ARRAY, Count, Size, Strict
+from kvshelf.artifact.blob.kinds.record import MAX_ARRAY, Count, Size, Strict, inconsistent
 from kvshelf.artifact.blob.layer import ALIGNMENT, DIGEST_BYTES, Layer
 from kvshelf.artifact.codecs import Codec
 from kvshelf.artifact.identity import MAX_IMAGES, MAX_PROTECTED_SPANS, Boundary, Identity, Layout, canonical_msgpack
@@ -70,13 +66,13 @@ Spans = Annotated[
 
 
 def _images(images: list[list[int | str]]) -> list[list[int | str]]:
-    behind = 0
+    previous_end = 0
     for first, end, pixels in images:
         if not (isinstance(first, int) and isinstance(end, int) and isinstance(pixels, str)):
             raise ValueError("an image is its first token, the one behind its last, and a digest")
-        if not behind <= first < end or not _SHA256.fullmatch(pixels):
+        if not previous_end <= first < end or not _SHA256.fullmatch(pixels):
             raise ValueError("the images do not ascend, or a digest is no SHA-256")
-        behind = end
+        previous_end = end
     return images
 
 
@@ -124,7 +120,7 @@ class IdentityHeader(Strict):
     image_encoder: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")] | None = None
 
     @model_validator(mode="after")
-    def _seen(self) -> IdentityHeader:
+    def _check_images(self) -> IdentityHeader:
         if (self.images is None) != (self.image_encoder is None):
             raise ValueError("images and image_encoder are there together, or neither is")
         if self.images is not None and int(self.images[-1][1]) > self.num_tokens:
@@ -133,17 +129,15 @@ class IdentityHeader(Strict):
 
     @model_serializer(mode="wrap")
     def _without_none(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """What a document has nothing of, such as a date, has no field, rather than one that says so."""
-        said: dict[str, Any] = fields(self)
-        return {name: value for name, value in said.items() if value is not None}
+        """A document without a date has no such field, rather than an empty one; so with all optional fields."""
+        return {name: value for name, value in fields(self).items() if value is not None}
 
 
 class Header(Strict):
     """The whole header. codec: the canonical text of the cache's codec. sentence_ends: the positions of
     `CompressedCache.sentence_ends` in the encoding `delta`. summary: as of a `CompressedCache`.
 
-    Reading stops at the first layer and the first record at fault: a list of all errors would take hundreds of times
-    the header's bytes.
+    Reading stops at the first fault: a list of all errors would take hundreds of times the header's bytes.
     """
 
     identity: IdentityHeader
@@ -163,8 +157,8 @@ class Header(Strict):
     def attached_bytes(self) -> int:
         """As `CompressedCache.attached_bytes`."""
         read = self.body_bytes + sum(layer.joined_bytes + layer.unpacked_bytes for layer in self.layers)
-        made = [record.made_bytes(layer.dims) for layer in self.layers for record in layer.records]
-        return read + (max(made)[0] if self.made_at_steps else sum(own - rows for own, rows in made))
+        sizes = [record.made_bytes(layer.dims) for layer in self.layers for record in layer.records]
+        return read + (max(sizes)[0] if self.made_at_steps else sum(made - rows for made, rows in sizes))
 
     @property
     def made_at_steps(self) -> bool:
@@ -207,17 +201,24 @@ class Header(Strict):
 def parse_header(data: bytes) -> Header:
     """Read a header and check everything in it that needs no segment. Raises `BlobError`."""
     fields = _unpack(data)
-    _refuse_foreign(_without_bytes(fields))
+    others = fields  # without the runs of bytes that are no digests, which the model checks
+    if isinstance(fields, dict):
+        others = {name: value for name, value in fields.items() if name not in ("sentence_ends", "summary")}
+    _refuse_foreign(others)
     try:
         header = Header.model_validate(fields)
     except ValidationError as error:
         raise _named(error) from error
     if header.identity.num_tokens != header.num_tokens:
-        raise BlobError(
-            f"the header contradicts itself: {header.num_tokens} tokens, {header.identity.num_tokens} in the identity",
-            reason="inconsistent",
+        raise inconsistent(
+            f"the header contradicts itself: {header.num_tokens} tokens, {header.identity.num_tokens} in the identity"
         )
-    _check_sentence_ends(header)
+    ends = header.sentences
+    if ends and ends[-1] != header.num_tokens - 1:
+        raise BlobError(
+            f"the last sentence ends with token {ends[-1]}, and the document with token {header.num_tokens - 1}",
+            reason="positions_malformed",
+        )
     _check_codec(header)  # before the layout, which divides by the groups
     _check_layout(header)
     # Packs the fields as they were read, not the model's: `_unique` has checked that the former are sorted. The check
@@ -238,11 +239,7 @@ def _not_canonical() -> BlobError:
 def _unpack(data: bytes) -> Any:
     try:
         return msgpack.unpackb(
-            data,
-            strict_map_key=True,
-            object_pairs_hook=_unique,
-            max_array_len=MAX_ARRAY,
-            max_map_len=_MAX_MAP,
+            data, strict_map_key=True, object_pairs_hook=_unique, max_array_len=MAX_ARRAY, max_map_len=_MAX_MAP
         )
     except (ValueError, msgpack.UnpackException, RecursionError) as error:
         raise BlobError(
@@ -262,18 +259,10 @@ def _unique(pairs: list[tuple[str | bytes, Any]]) -> dict[str | bytes, Any]:
     return fields
 
 
-def _without_bytes(fields: Any) -> Any:
-    """The header but for its runs of bytes that are no digests, which the model checks."""
-    if not isinstance(fields, dict):
-        return fields
-    return {name: value for name, value in fields.items() if name not in ("sentence_ends", "summary")}
-
-
 def _refuse_foreign(value: Any) -> None:
     """Refuse values that msgpack can express and a header cannot, and nesting that no header needs.
 
-    Walks level by level, because hostile nesting would exhaust the stack of a recursive walk. Stops at the first fault:
-    the models would list every fault, in hundreds of times the header's bytes.
+    Walks level by level, because hostile nesting would exhaust the stack of a recursive walk.
     """
     level = [value]
     for _ in range(_MAX_DEPTH):
@@ -297,8 +286,7 @@ def _refuse_foreign_scalar(item: Any) -> None:
         raise BlobError(f"the header holds the number {item}", reason="not_finite")
     if isinstance(item, bytes) and len(item) != DIGEST_BYTES:
         raise BlobError(
-            f"the header holds a run of {len(item)} bytes; a digest has {DIGEST_BYTES}",
-            reason="field_malformed",
+            f"the header holds a run of {len(item)} bytes; a digest has {DIGEST_BYTES}", reason="field_malformed"
         )
     if not isinstance(item, bytes | int | float | None):
         raise BlobError(f"the header holds a msgpack extension ({type(item).__name__})", reason="ext_type")
@@ -332,15 +320,6 @@ def _named(error: ValidationError) -> BlobError:
     return BlobError(f"header field {where}: {first['msg']}", reason="field_malformed")
 
 
-def _check_sentence_ends(header: Header) -> None:
-    ends = header.sentences
-    if ends and ends[-1] != header.num_tokens - 1:
-        raise BlobError(
-            f"the last sentence ends with token {ends[-1]}, and the document with token {header.num_tokens - 1}",
-            reason="positions_malformed",
-        )
-
-
 def _check_codec(header: Header) -> None:
     try:
         codec = Codec.parse(header.codec)
@@ -349,18 +328,16 @@ def _check_codec(header: Header) -> None:
     if str(codec) != header.codec:
         raise BlobError(f"the header says codec {header.codec!r} for {str(codec)!r}", reason="not_canonical")
     if bool(header.identity.transforms) != (codec.name == "klt"):
-        raise BlobError(
+        raise inconsistent(
             f"the header names codec {codec} and the transforms {header.identity.transforms[:16]!r}; codec klt has "
-            "some, and no other codec has",
-            reason="inconsistent",
+            "some, and no other codec has"
         )
     for index, layer in enumerate(header.layers):
         for record in layer.records:
             if (record.codec, record.group) not in record.precisions(codec):
-                raise BlobError(
+                raise inconsistent(
                     f"layer {index} is under {record.codec} in groups of {record.group}; codec {codec} makes no such "
-                    "layer",
-                    reason="inconsistent",
+                    "layer"
                 )
 
 

@@ -10,7 +10,16 @@ from typing import Annotated, Final, NamedTuple
 from pydantic import FailFast, Field
 
 from kvshelf.artifact.blob.kinds import AnyHeader
-from kvshelf.artifact.blob.kinds.record import Count, Dims, DtypeName, RecordHeader, RowArray, Size, Strict
+from kvshelf.artifact.blob.kinds.record import (
+    Count,
+    Dims,
+    DtypeName,
+    RecordHeader,
+    RowArray,
+    Size,
+    Strict,
+    inconsistent,
+)
 from kvshelf.artifact.codecs import BITS
 from kvshelf.artifact.shape import ITEM_BYTES, LayerShape, StateRole, StateShape
 from kvshelf.errors import BlobError
@@ -58,11 +67,6 @@ class StateHeader(Strict):
     dims: Annotated[list[Size], Field(min_length=1, max_length=_MAX_DIMS)]
 
     @property
-    def nbytes(self) -> int:
-        """Without padding."""
-        return self.shape.nbytes
-
-    @property
     def shape(self) -> StateShape:
         return StateShape(self.role, self.number, self.dtype, tuple(self.dims))
 
@@ -104,39 +108,36 @@ class Layer(Strict):
     def joined_bytes(self) -> int:
         """As `Latents.joined_bytes`, of all records."""
         plain = (record for record in self.records if record.latent and record.codec not in BITS)
-        return sum(sum(record.lengths) for record in plain) * self._row_bytes(self.key_dim)
+        row_bytes = (self.key_dim + self.value_dim) * ITEM_BYTES[self.dtype]
+        return sum(sum(record.lengths) for record in plain) * row_bytes
 
     @property
     def unpacked_bytes(self) -> int:
         """As `Packed.unpacked_bytes`, of all records."""
         return sum(record.unpacked_bytes(self.dims) for record in self.records)
 
-    def _row_bytes(self, key_dim: int) -> int:
-        """Bytes of a key and a value in `dtype`."""
-        return (key_dim + self.value_dim) * ITEM_BYTES[self.dtype]
-
     @cached_property
     def arrays(self) -> list[dict[str, Span]]:
         """For each record, the spans of its arrays by name, in segment order."""
         end = 0
-        found: list[dict[str, Span]] = []
+        arrays: list[dict[str, Span]] = []
         for record in self.records:
             spans: dict[str, Span] = {}
             for name, nbytes in zip(record.array_sizes(self.dims), record.sizes, strict=True):
                 spans[name] = Span(end, nbytes)
                 end = aligned(end + nbytes)
-            found.append(spans)
-        return found
+            arrays.append(spans)
+        return arrays
 
     @cached_property
     def state_spans(self) -> list[Span]:
         """The span of each state, in segment order."""
         end = sum(aligned(size) for record in self.records for size in record.sizes)
-        found: list[Span] = []
+        spans: list[Span] = []
         for state in self.states:
-            found.append(Span(end, state.nbytes))
-            end = aligned(end + state.nbytes)
-        return found
+            spans.append(Span(end, state.shape.nbytes))
+            end = aligned(end + state.shape.nbytes)
+        return spans
 
     @property
     def runs(self) -> tuple[range, ...]:
@@ -146,7 +147,6 @@ class Layer(Strict):
 
     @property
     def num_runs(self) -> int:
-        """Of all records."""
         return sum(record.run_count for record in self.records)
 
     @property
@@ -162,7 +162,7 @@ class Layer(Strict):
 
     @property
     def spans(self) -> Iterator[Span]:
-        """Those of all arrays, in segment order."""
+        """The spans of all arrays, in segment order."""
         yield from (span for spans in self.arrays for span in spans.values())
         yield from self.state_spans
         yield self.digests
@@ -180,62 +180,61 @@ class Layer(Strict):
 
     def head_spans(self) -> list[Span]:
         """The parts of the segment's head, in order."""
-        found, end = [], 0
+        spans, end = [], 0
         for in_run, nbytes in (*self.cuts(), Cut(False, self.nbytes - self.digests.offset)):
             if not in_run and nbytes:
-                found.append(Span(end, nbytes))
+                spans.append(Span(end, nbytes))
             end += nbytes
-        return found
+        return spans
 
     def run_spans(self, run: int) -> list[Span]:
         """The parts of a run, in segment order: array by array, and head by head within an array."""
-        record, first = next((record, run - own.start) for record, own in self._in_runs if run in own)
-        rows, found = self.records[record].run_rows, []
-        for array, starts in self._head_starts[record]:
-            for length, start in zip(self.records[record].lengths, starts, strict=True):
-                if (left := length - first * rows) > 0:
-                    found.append(Span(start + array.nbytes(first * rows), array.nbytes(min(rows, left))))
-        return found
+        number, runs = next((number, runs) for number, runs in self._in_runs if run in runs)
+        record = self.records[number]
+        first_row = (run - runs.start) * record.run_rows
+        spans = []
+        for array, starts in self._head_starts[number]:
+            for length, start in zip(record.lengths, starts, strict=True):
+                if length > first_row:
+                    rows = min(record.run_rows, length - first_row)
+                    spans.append(Span(start + array.nbytes(first_row), array.nbytes(rows)))
+        return spans
 
     @cached_property
     def _in_runs(self) -> list[tuple[int, range]]:
-        """The records that have runs, and the numbers of these."""
-        return [(number, own) for number, own in enumerate(self.runs) if own]
+        """The numbers of the records that have runs, each with the numbers of its runs."""
+        return [(number, runs) for number, runs in enumerate(self.runs) if runs]
 
     @cached_property
     def _head_starts(self) -> dict[int, list[tuple[RowArray, list[int]]]]:
         """For each of these records, its arrays of rows and where each head begins in them."""
-        found: dict[int, list[tuple[RowArray, list[int]]]] = {}
+        arrays: dict[int, list[tuple[RowArray, list[int]]]] = {}
         for number, _ in self._in_runs:
             record, spans = self.records[number], self.arrays[number]
-            found[number] = [
+            arrays[number] = [
                 (array, list(accumulate(map(array.nbytes, record.lengths[:-1]), initial=spans[array.name].offset)))
                 for array in record.row_arrays(self.dims)
             ]
-        return found
+        return arrays
 
     def check(self, index: int, num_tokens: int) -> None:
         """Raise `BlobError` unless the records agree with each other and fill a segment of this size."""
         if len({len(record.lengths) for record in self.records}) > 1:
-            raise BlobError(f"the records of layer {index} have different numbers of heads", reason="inconsistent")
-        if len(self.records) > 1:
-            for recent in (record for record in self.records if record.verbatim):
-                raise BlobError(f"layer {index} has other records beside its {recent.kind}", reason="inconsistent")
+            raise inconsistent(f"the records of layer {index} have different numbers of heads")
+        recent = next((record for record in self.records if record.verbatim), None)
+        if recent is not None and len(self.records) > 1:
+            raise inconsistent(f"layer {index} has other records beside its {recent.kind}")
         if len({record.latent for record in self.records}) > 1:
-            raise BlobError(f"layer {index} has other records beside its latents", reason="inconsistent")
-        if bool(self.records) != (self.key_dim > 0 and self.value_dim > 0) or (
-            not self.records and self.dims != NO_DIMS
-        ):
-            raise BlobError(
+            raise inconsistent(f"layer {index} has other records beside its latents")
+        has_channels = self.key_dim > 0 and self.value_dim > 0
+        if not (has_channels if self.records else self.dims == NO_DIMS):
+            raise inconsistent(
                 f"layer {index} has {len(self.records)} records, of keys of {self.key_dim} and values of "
-                f"{self.value_dim} channels",
-                reason="inconsistent",
+                f"{self.value_dim} channels"
             )
         places = [(state.role, state.number) for state in self.states]
         if places != sorted(set(places)):
-            raise BlobError(
-                f"the states of layer {index} are not in order, or one is there twice", reason="inconsistent"
-            )
+            raise inconsistent(f"the states of layer {index} are not in order, or one is there twice")
         for record in self.records:
             record.check(f"layer {index}", self.dims, num_tokens)
         end = sum(aligned(span.nbytes) for span in self.spans)

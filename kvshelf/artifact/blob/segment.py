@@ -1,8 +1,4 @@
-"""Segments: the arrays of one layer as bytes, and back.
-
-Keys and values of a plain record are one array each; of a quantized one, codes, scales and zeros. This module checks
-what the header cannot show, both when writing and when reading, so that everything written can be read.
-"""
+"""The arrays of one layer as bytes, and back; both ways check what the header cannot show."""
 
 from __future__ import annotations
 
@@ -15,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvshelf.artifact import records
 from kvshelf.artifact.blob.body import Body
 from kvshelf.artifact.blob.header import Header
 from kvshelf.artifact.blob.kinds import KINDS
@@ -26,18 +23,6 @@ from kvshelf.artifact.encoding import AXES
 from kvshelf.artifact.packed import Stored, offsets_of
 from kvshelf.artifact.planes import PlaneRows
 from kvshelf.artifact.positions import Encoding, decode, encode
-from kvshelf.artifact.records import (
-    RECORDS,
-    Entries,
-    LayerRecord,
-    PackedRecord,
-    State,
-    States,
-    entries_from,
-    entries_of,
-    parts_of,
-    states_of,
-)
 from kvshelf.errors import BlobError, InvalidRequest
 from kvshelf.kernels.groups import scales_shape
 from kvshelf.kernels.quantize.rows import HeadRows, QuantizedRows
@@ -50,8 +35,7 @@ _PLAIN_OR_CODED: dict[type, Precision] = {Tensor: "none", CodedRows: "klt", Plan
 
 @dataclass(frozen=True)
 class Written:
-    """A layer as it is written: its headers, and its arrays in segment order, which share memory with contiguous
-    tensors."""
+    """A layer's headers and its arrays in segment order. The arrays share memory with contiguous tensors."""
 
     dims: Dims
     records: list[RecordHeader]
@@ -59,14 +43,14 @@ class Written:
     arrays: list[memoryview]
 
 
-def write_layer(record: LayerRecord, num_tokens: int) -> Written:
+def write_layer(record: records.LayerRecord, num_tokens: int) -> Written:
     """Raises `InvalidRequest` for a record that the format cannot hold."""
-    entries, states = entries_of(record), states_of(record)
-    headers = [_state_header(state) for state in states]
-    of_states = [_raw(state.tensor) for state in states]
+    entries, states = records.entries_of(record), records.states_of(record)
+    state_headers = [_state_header(state) for state in states]
+    state_arrays = [_raw(state.tensor) for state in states]
     if entries is None:
-        return Written(NO_DIMS, [], headers, of_states)
-    parts = parts_of(entries)
+        return Written(NO_DIMS, [], state_headers, state_arrays)
+    parts = records.parts_of(entries)
     dims = Dims(_dtype_name(parts), entries.key_dim, entries.value_dim)
     written = [_write_record(part, _Target(num_tokens)) for part in parts]
     try:
@@ -75,30 +59,31 @@ def write_layer(record: LayerRecord, num_tokens: int) -> Written:
     except BlobError as error:
         raise InvalidRequest(f"the cache cannot be written as a blob: {error}") from error
     arrays = [data for _, arrays in written for data in arrays.values()]
-    return Written(dims, [header for header, _ in written], headers, arrays + of_states)
+    return Written(dims, [header for header, _ in written], state_headers, arrays + state_arrays)
 
 
-def read_layer(index: int, header: Header, body: Body) -> LayerRecord:
+def read_layer(index: int, header: Header, body: Body) -> records.LayerRecord:
     """Read a layer whose segment `check_segment` has accepted. Its tensors are views of the body.
 
     Raises `BlobError` for what no digest can reveal: bytes that `write_layer` does not write.
     """
     record = view_layer(index, header, body)
-    entries = entries_of(record)
+    entries = records.entries_of(record)
     if entries is not None:
-        found = zip(parts_of(entries), header.layers[index].runs, strict=True)
-        _require_rows(f"layer {index}", [part for part, runs in found if runs])
+        parts = zip(records.parts_of(entries), header.layers[index].runs, strict=True)
+        _require_rows(f"layer {index}", [part for part, runs in parts if runs])
     return record
 
 
-def view_layer(index: int, header: Header, body: Body) -> LayerRecord:
-    """As `read_layer`, before the rows have been read: `require_runs_sound` checks those of runs once they are there.
-    Rows of records without runs are checked here."""
+def view_layer(index: int, header: Header, body: Body) -> records.LayerRecord:
+    """As `read_layer`, before the rows in runs have been read; `require_runs_sound` checks those later."""
     layer = header.layers[index]
-    described = zip(layer.records, layer.arrays, strict=True)
-    parts = tuple(_Reader(record, spans, layer, body, header.num_tokens).record() for record, spans in described)
+    parts = tuple(
+        _Reader(record, spans, layer, body, header.num_tokens).record()
+        for record, spans in zip(layer.records, layer.arrays, strict=True)
+    )
     states = tuple(
-        State(
+        records.State(
             state.role,
             state.number,
             body.tensor(layer.offset + span.offset, DTYPES[state.dtype], math.prod(state.dims)).view(state.dims),
@@ -106,16 +91,16 @@ def view_layer(index: int, header: Header, body: Body) -> LayerRecord:
         for state, span in zip(layer.states, layer.state_spans, strict=True)
     )
     if not parts:
-        return States(states)
-    entries = entries_from(parts)
+        return records.States(states)
+    entries = records.entries_from(parts)
     _require_sound(f"layer {index}", entries, header.num_tokens)
     _require_rows(f"layer {index}", [part for part, runs in zip(parts, layer.runs, strict=True) if not runs])
-    return States(states, entries) if states else entries
+    return records.States(states, entries) if states else entries
 
 
-def require_runs_sound(where: str, part: PackedRecord, run_rows: int, runs: Sequence[int]) -> None:
-    """Raise `BlobError` for what `read_layer` refuses in the rows of some runs. run_rows: of each head in a run. runs:
-    counted from 0 in this record."""
+def require_runs_sound(where: str, part: records.PackedRecord, run_rows: int, runs: Sequence[int]) -> None:
+    """Raise `BlobError` for what `read_layer` refuses in the rows of some runs. run_rows: rows of each head in a run.
+    runs: numbers of runs, counted from 0 in this record."""
     if not runs:
         return
     for rows in (part.keys, part.values):
@@ -126,21 +111,21 @@ def require_runs_sound(where: str, part: PackedRecord, run_rows: int, runs: Sequ
 def _last_bytes(rows: QuantizedRows, run_rows: int, runs: Sequence[int]) -> HeadRows:
     """These runs of all heads, joined, with the last byte alone of each row's codes: all that `_require_codes` reads.
     Joined, because the operations on one run of one head take longer than its numbers."""
-    found = [
+    pieces = [
         head.coded(start, min(start + run_rows, len(head)))
         for head in rows.heads()
         for start in (run * run_rows for run in runs)
         if start < len(head)
     ]
     return replace(
-        found[0],
-        codes=torch.cat([each.codes[:, -1:] for each in found]),
-        scales=torch.cat([each.scales for each in found]),
-        zeros=torch.cat([each.zeros for each in found]),
+        pieces[0],
+        codes=torch.cat([piece.codes[:, -1:] for piece in pieces]),
+        scales=torch.cat([piece.scales for piece in pieces]),
+        zeros=torch.cat([piece.zeros for piece in pieces]),
     )
 
 
-def _dtype_name(parts: tuple[PackedRecord, ...]) -> DtypeName:
+def _dtype_name(parts: tuple[records.PackedRecord, ...]) -> DtypeName:
     for part in parts:
         if part.keys.dtype not in _DTYPE_NAMES or part.values.dtype != part.keys.dtype:
             raise InvalidRequest(
@@ -150,14 +135,14 @@ def _dtype_name(parts: tuple[PackedRecord, ...]) -> DtypeName:
     return _DTYPE_NAMES[parts[0].dtype]
 
 
-def _state_header(state: State) -> StateHeader:
+def _state_header(state: records.State) -> StateHeader:
     if state.tensor.dtype not in _DTYPE_NAMES:
         raise InvalidRequest(f"a state is {state.tensor.dtype}; a blob holds {', '.join(DTYPES)}")
     dims = list(state.tensor.shape)
     return StateHeader(role=state.role, number=state.number, dtype=_DTYPE_NAMES[state.tensor.dtype], dims=dims)
 
 
-def _write_record(record: PackedRecord, target: _Target) -> tuple[RecordHeader, Arrays]:
+def _write_record(record: records.PackedRecord, target: _Target) -> tuple[RecordHeader, Arrays]:
     codec, group = _precision(record)
     arrays: Arrays = {}
     for name in record.row_names:
@@ -171,15 +156,16 @@ def _write_record(record: PackedRecord, target: _Target) -> tuple[RecordHeader, 
         "lengths": record.lengths,
         "position_encoding": encoding,
     }
-    own, own_arrays = KINDS[record.kind].write(record, target)
-    arrays |= own_arrays
+    kind_fields, kind_arrays = KINDS[record.kind].write(record, target)
+    fields |= kind_fields
+    arrays |= kind_arrays
     if names := sorted(record.columns):
-        own |= {"columns": names}
+        fields["columns"] = names
         arrays["columns"] = target.raw(torch.stack([record.columns[name].float() for name in names]))
-    return KINDS[record.kind](**fields, **own, sizes=[len(data) for data in arrays.values()]), arrays
+    return KINDS[record.kind](**fields, sizes=[len(data) for data in arrays.values()]), arrays
 
 
-def _precision(record: PackedRecord) -> tuple[Precision, int]:
+def _precision(record: records.PackedRecord) -> tuple[Precision, int]:
     """Codec and group of a record, which its keys and values must share."""
     rows = {name: getattr(record, name) for name in record.row_names}
     for kind, name in _PLAIN_OR_CODED.items():
@@ -211,7 +197,7 @@ def _raw(tensor: Tensor) -> memoryview:
 
 @dataclass(frozen=True)
 class _Target:
-    """As `kinds.record.Target`, for records of a document of so many tokens."""
+    """The `kinds.record.Target` of a document of `num_tokens` tokens."""
 
     num_tokens: int
 
@@ -224,8 +210,7 @@ class _Target:
 
 @dataclass(frozen=True)
 class _Reader:
-    """One record of a segment, as `kinds.record.RecordArrays`. The header has been checked against the size of the
-    segment."""
+    """The `kinds.record.RecordArrays` of one record in a segment, whose size the header has been checked against."""
 
     header: RecordHeader
     spans: dict[str, Span]
@@ -233,46 +218,41 @@ class _Reader:
     body: Body
     num_tokens: int
 
-    def record(self) -> PackedRecord:
+    def record(self) -> records.PackedRecord:
         header = self.header
         channels = {"keys": header.key_dim(self.dims), "values": self.dims.value_dim}
         rows: dict[str, Any] = {name: self._rows(name, channels[name]) for name in header.row_names}
         none = torch.empty(sum(header.row_lengths), 0, dtype=DTYPES[self.dims.dtype])
-        return RECORDS[header.kind](
+        columns: dict[str, Tensor] = {}
+        if names := header.columns:
+            numbers = self.tensor("columns", "float32", len(names), sum(header.column_lengths))
+            columns = dict(zip(names, numbers, strict=True))
+        return records.RECORDS[header.kind](
             **{"values": none} | rows,
             entries_at=self.positions("positions", header.position_encoding, header.lengths),
             offsets=offsets_of(header.lengths),
             rope_mode=header.rope_mode,
-            columns=self._columns(header.columns),
+            columns=columns,
             **header.read(self),
         )
-
-    def _columns(self, names: list[str]) -> dict[str, Tensor]:
-        if not names:
-            return {}
-        rows = self.tensor("columns", "float32", len(names), sum(self.header.column_lengths))
-        return dict(zip(names, rows, strict=True))
 
     @property
     def dims(self) -> Dims:
         return self.layer.dims
 
     def _rows(self, name: str, dim: int) -> Stored:
-        header, dtype = self.header, self.dims.dtype
+        header, dtype = self.header, DTYPES[self.dims.dtype]
         lengths = header.row_lengths
         entries = sum(lengths)
         if header.codec in CODED:
             array = f"{name}_coded"
             data = self.tensor(array, "uint8", self.spans[array].nbytes)
-            rows = (
-                CodedRows(data, tuple(lengths), dim, DTYPES[dtype])
-                if header.codec == "klt"
-                else PlaneRows(data, entries, dim, DTYPES[dtype])
-            )
+            klt = header.codec == "klt"
+            rows = CodedRows(data, tuple(lengths), dim, dtype) if klt else PlaneRows(data, entries, dim, dtype)
             rows.require_sound(array)
             return rows
         if header.codec == "none":
-            return self.tensor(name, dtype, entries, dim)
+            return self.tensor(name, self.dims.dtype, entries, dim)
         bits, axis = BITS[header.codec], AXES[name]
         shape = scales_shape(axis, header.group, lengths, dim)
         return QuantizedRows(
@@ -283,7 +263,7 @@ class _Reader:
             group=header.group,
             axis=axis,
             num_channels=dim,
-            dtype=DTYPES[dtype],
+            dtype=dtype,
             lengths=tuple(lengths),
         )
 
@@ -300,9 +280,9 @@ class _Reader:
         return self.layer.offset + self.spans[name].offset
 
 
-def _require_sound(where: str, record: Entries, num_tokens: int) -> None:
-    """Refuse records that attention would misread, by what their kind requires, and tokens that two have."""
-    parts = parts_of(record)
+def _require_sound(where: str, record: records.Entries, num_tokens: int) -> None:
+    """Refuse records that attention would misread, as their kind requires, and a token that two records have."""
+    parts = records.parts_of(record)
     for part in parts:
         KINDS[part.kind].require_sound(where, part, num_tokens)
         if not all(bool(numbers.isfinite().all()) for numbers in part.columns.values()):
@@ -313,7 +293,7 @@ def _require_sound(where: str, record: Entries, num_tokens: int) -> None:
             _require_disjoint(where, [_by_head(*part.tokens) for part in parts])
 
 
-def _require_rows(where: str, parts: Sequence[PackedRecord]) -> None:
+def _require_rows(where: str, parts: Sequence[records.PackedRecord]) -> None:
     for part in parts:
         for rows in (part.keys, part.values):
             if isinstance(rows, QuantizedRows):
@@ -328,9 +308,9 @@ def _require_codes(where: str, rows: QuantizedRows | HeadRows) -> None:
         raise BlobError(f"{where} has codes whose unused bits are not zero", reason="nonzero_padding")
 
 
-def _by_head(found: Tensor, lengths: list[int]) -> Ints:
+def _by_head(positions: Tensor, lengths: list[int]) -> Ints:
     """Positions as numbers that are distinct across heads, ascending."""
-    return ints(found) + np.repeat(np.arange(len(lengths), dtype=np.int64) << 31, lengths)
+    return ints(positions) + np.repeat(np.arange(len(lengths), dtype=np.int64) << 31, lengths)
 
 
 def _require_disjoint(where: str, parts: list[Ints]) -> None:

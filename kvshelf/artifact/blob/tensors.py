@@ -18,9 +18,8 @@ from kvshelf.errors import BlobError, InvalidRequest
 
 
 def decode(data: Buffer) -> tuple[Header, tuple[LayerRecord, ...]]:
-    """Read a blob: its header and its layers. Checks every digest before it makes a tensor.
-
-    Raises `BlobError` for any bytes that `pack` does not write.
+    """Read a blob: its header and its layers. Checks every digest before it makes a tensor. Raises `BlobError` for any
+    bytes that `pack` does not write.
 
     The tensors are views of `data` and keep it alive. Neither `data` nor the tensors may be changed afterwards.
     """
@@ -57,9 +56,8 @@ def pack(
         segments.append(tuple(buffers))
         offset += layer.nbytes
     try:
-        described = IdentityHeader.model_validate(identity.to_dict())
         header = Header(
-            identity=described,
+            identity=IdentityHeader.model_validate(identity.to_dict()),
             num_tokens=num_tokens,
             next_position=next_position,
             codec=codec,

@@ -1,8 +1,4 @@
-"""A stored cache while it is being read: layers can be used as soon as their own digests are checked.
-
-The header alone describes the cache, and the manifest's root digest verifies it before the first segment is read
-(docs/internals/format.md). So a question's forward pass can run layer 0 while layer 1 is still being read and hashed.
-"""
+"""A stored cache while it is being read: layers can be used as soon as their own digests are checked."""
 
 from __future__ import annotations
 
@@ -69,8 +65,8 @@ class OpenedCache(abc.ABC):
     @property
     def lengths(self) -> list[list[int]]:
         """Entries of each head of each layer."""
-        of_records = ([record.lengths for record in layer.records] for layer in self._header.layers)
-        return [[sum(of_head) for of_head in zip(*lengths, strict=True)] for lengths in of_records]
+        layers = ([record.lengths for record in layer.records] for layer in self._header.layers)
+        return [[sum(of_head) for of_head in zip(*lengths, strict=True)] for lengths in layers]
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -94,15 +90,13 @@ class ArrivingCache(OpenedCache):
     """Called with the cache once `read` has handed out its last layer, on the same thread. It must not raise."""
 
     elsewhere: Callable[[], ArrivingCache] | None = None
-    """Opens another copy of the same cache. Called when reading this one fails; the layers then raise that copy's
-    errors."""
+    """Opens another copy of the cache, when reading this one fails; the layers then raise that copy's errors."""
 
     def __init__(
         self, summary: BlobSummary, body: RawIOBase | memoryview, guard: Guard, *, read_ahead: bool = True
     ) -> None:
         """body: a file at the first byte of the body, which is read once, in order, and closed; or the body in memory,
-        which must not change, because layers become views of it. read_ahead: whether a second thread may read ahead,
-        see `Blobs.read_ahead`."""
+        which must not change, because layers become views of it. read_ahead: as `Blobs.read_ahead`."""
         super().__init__(summary)
         self._body = None if isinstance(body, memoryview) else body
         self._memory = body if isinstance(body, memoryview) else None
@@ -143,9 +137,7 @@ class ArrivingCache(OpenedCache):
 
     def cache(self) -> CompressedCache:
         """The whole cache. Waits for all layers, and raises the error of the first one that failed."""
-        layers = tuple(layer.result() for layer in self.layers)
-        about = (self.num_tokens, self.next_position, self.identity, self.codec, self.sentence_ends, self.summary)
-        return CompressedCache(layers, *about)
+        return CompressedCache.of(self._header, tuple(layer.result() for layer in self.layers))
 
     def close(self) -> None:
         """Close the file. Layers not read yet raise `StoreUnavailable`; the others stay usable.
@@ -166,13 +158,12 @@ class ArrivingCache(OpenedCache):
         layers = self._header.layers
         sizes = [layer.nbytes for layer in layers]
         portions = [range(len(layers))] if together else list(portions_of(sizes))
+        ends = {portion.stop for portion in portions}
+        batches = [batch for portion in portions for batch in batches_of(sizes, portion)]
         checked = handed = 0
         try:
-            with closing(
-                self._batches(memory, [each for portion in portions for each in batches_of(sizes, portion)])
-            ) as batches:
-                ends = {portion.stop for portion in portions}
-                for index in chain.from_iterable(batches):
+            with closing(self._batches(memory, batches)) as filled:
+                for index in chain.from_iterable(filled):
                     if self.layers[index].done():  # closed
                         return
                     layer = layers[index]
@@ -225,8 +216,8 @@ class ArrivingCache(OpenedCache):
             with self.elsewhere() as other:
                 if other.root != self.root:  # the cache was replaced meanwhile
                     return self._refuse(error)
-                for mine, theirs in zip(self.layers, other.layers, strict=True):
-                    theirs.add_done_callback(partial(_pass_on, mine))
+                for layer, copy in zip(self.layers, other.layers, strict=True):
+                    copy.add_done_callback(partial(_pass_on, layer))
                 other.read()
         except Exception as failure:  # as in `read`
             self._refuse(failure)
@@ -260,12 +251,12 @@ def batches_of(sizes: Sequence[int], portion: range) -> Iterator[range]:
     yield range(start, portion.stop)
 
 
-def _pass_on(mine: Future[LayerRecord], theirs: Future[LayerRecord]) -> None:
-    if mine.done():
+def _pass_on(layer: Future[LayerRecord], copy: Future[LayerRecord]) -> None:
+    if layer.done():
         return
     with suppress(InvalidStateError):  # closed meanwhile
-        error = theirs.exception()
+        error = copy.exception()
         if error is None:
-            mine.set_result(theirs.result())
+            layer.set_result(copy.result())
         else:
-            mine.set_exception(error)
+            layer.set_exception(error)

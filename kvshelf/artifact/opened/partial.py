@@ -1,14 +1,10 @@
-"""A stored cache of which only chosen parts are read: of a layer its head at once, and its rows run by run.
-
-`Layer.runs` says which records have runs. All others are part of the head and are read with it.
-"""
+"""A stored cache of which only chosen parts are read: of a layer its head at once, and its rows run by run."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from operator import eq
 from typing import Protocol, TypeVar
 
 from kvshelf.artifact.blob import check_padding
@@ -45,8 +41,7 @@ class PartialCache(OpenedCache):
     """Opens another copy of the same cache, once this one fails."""
 
     def __init__(self, summary: BlobSummary, source: RangedFile | memoryview, guard: Guard) -> None:
-        """source: the blob as a file, which is closed in the end; or its body in memory, which must not change, because
-        records become views of it."""
+        """source: the blob as a file, which `close` closes; or its body in memory, unchanging, which records view."""
         super().__init__(summary)
         self._file = None if isinstance(source, memoryview) else source
         self._guard = guard
@@ -64,8 +59,7 @@ class PartialCache(OpenedCache):
 
         Raises `CacheCorrupt`, whose cache is quarantined, and `StoreUnavailable`.
         """
-        found = self._layers.get(index)
-        return found or self._reading(lambda: self._opened(index))
+        return self._layers.get(index) or self._reading(lambda: self._opened(index))
 
     @property
     def indexed(self) -> bool:
@@ -75,12 +69,12 @@ class PartialCache(OpenedCache):
     @property
     def whole(self) -> bool:
         """Whether every row of every layer is here."""
-        here = (len(each.fetched) if (each := self._layers.get(index)) else 0 for index in range(self.num_layers))
-        return all(map(eq, here, (layer.num_runs for layer in self._header.layers)))
+        layers = map(self._layers.get, range(self.num_layers))
+        fetched = (0 if layer is None else len(layer.fetched) for layer in layers)
+        return all(count == layer.num_runs for count, layer in zip(fetched, self._header.layers, strict=True))
 
     def close(self) -> None:
-        """Close the file, once no thread reads it. May be called more than once; later reads raise
-        `StoreUnavailable`."""
+        """Close the file, once no thread reads it; later reads raise `StoreUnavailable`. May be called twice."""
         with self._turn:
             self._closed = True
             if self._file is not None:
@@ -133,8 +127,7 @@ class PartialLayer:
     rows in runs that were not fetched are zeros, on pages that take no memory.
 
     runs: for each record of the layer (each of `Parts`) the numbers of its runs within the layer. Row i of every head
-    of record p is in run `runs[p][i // run_rows[p]]`. A record that is here as a whole has none. fetched: the numbers
-    of the runs that are here.
+    of record p is in run `runs[p][i // run_rows[p]]`. A record that is here as a whole has none. fetched: runs here.
     """
 
     def __init__(self, cache: PartialCache, index: int) -> None:
@@ -157,30 +150,27 @@ class PartialLayer:
     def fetch(self, runs: Iterable[int]) -> None:
         """Read and verify these runs, as far as they are not here. Several are read together, so ask for all at once.
 
-        Raises `InvalidRequest` for a number that no run has, and as `PartialCache.layer` does; then none of the missing
-        ones is here.
+        Raises `InvalidRequest` for a number that no run has, and as `PartialCache.layer`; then none is added.
         """
-        wanted = set(runs) - self.fetched
-        if wanted and not 0 <= min(wanted) <= max(wanted) < self.num_runs:
+        missing = set(runs) - self.fetched
+        if missing and not 0 <= min(missing) <= max(missing) < self.num_runs:
             raise InvalidRequest(
-                f"layer {self._index} has runs 0 to {self.num_runs - 1}, not {sorted(wanted)[:8]}", param="runs"
+                f"layer {self._index} has runs 0 to {self.num_runs - 1}, not {sorted(missing)[:8]}", param="runs"
             )
-        if wanted:
-            self._cache._reading(lambda: self._load(sorted(wanted - self.fetched)))
+        if missing:
+            self._cache._reading(lambda: self._load(sorted(missing - self.fetched)))
 
     def _load(self, runs: Sequence[int]) -> None:
         spans = {run: self._layer.run_spans(run) for run in runs}
         self._cache._read(self._layer.offset, chain.from_iterable(spans.values()))
-        for run, own in spans.items():
-            require_run(self._index, run, digest_of(map(self._at, own)), self._digests)
-        self._require_sound(runs)
-        self.fetched |= set(runs)
-
-    def _require_sound(self, runs: Sequence[int]) -> None:
+        for run, run_spans in spans.items():
+            require_run(self._index, run, digest_of(map(self._at, run_spans)), self._digests)
         entries = entries_of(self.record)
         assert entries is not None, "a layer without entries has no runs"
-        for part, own, rows in zip(parts_of(entries), self.runs, self.run_rows, strict=True):
-            require_runs_sound(f"layer {self._index}", part, rows, [run - own.start for run in runs if run in own])
+        for part, numbers, rows in zip(parts_of(entries), self.runs, self.run_rows, strict=True):
+            part_runs = [run - numbers.start for run in runs if run in numbers]
+            require_runs_sound(f"layer {self._index}", part, rows, part_runs)
+        self.fetched |= set(runs)
 
     def _at(self, span: Span) -> memoryview:
         return self._segment[span.offset : span.offset + span.nbytes]
@@ -188,10 +178,10 @@ class PartialLayer:
 
 def _merged(spans: Iterable[Span]) -> list[Span]:
     """The same bytes in as few spans as possible, in order."""
-    found: list[Span] = []
+    merged: list[Span] = []
     for span in sorted(spans):
-        if found and found[-1].offset + found[-1].nbytes == span.offset:
-            found[-1] = Span(found[-1].offset, found[-1].nbytes + span.nbytes)
+        if merged and merged[-1].offset + merged[-1].nbytes == span.offset:
+            merged[-1] = Span(merged[-1].offset, merged[-1].nbytes + span.nbytes)
         else:
-            found.append(span)
-    return found
+            merged.append(span)
+    return merged

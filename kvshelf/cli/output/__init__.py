@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from kvshelf.names import told
+from kvshelf.names import as_text
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -37,7 +37,7 @@ def harmless(text: str) -> str:
 
 def say(*parts: object, end: str = "\n") -> None:
     """Write a line on stdout, at once."""
-    texts = (told(part) if isinstance(part, PathLike) else str(part) for part in parts)
+    texts = (as_text(part) if isinstance(part, PathLike) else str(part) for part in parts)
     print(*map(harmless, texts), end=end, flush=True)
 
 

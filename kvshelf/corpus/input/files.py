@@ -30,7 +30,7 @@ from kvshelf.corpus.input.rows import MAX_DOCUMENT_BYTES, MAX_NAME, parse_jsonl,
 from kvshelf.corpus.places import is_url, opened
 from kvshelf.corpus.row import Row, Shard, cut
 from kvshelf.errors import BodyTooLarge, FileNotFound, InvalidRequest, KvshelfError, StateConflict, UnsupportedMediaType
-from kvshelf.names import is_text, told
+from kvshelf.names import as_text, is_text
 
 JSONL: Final = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".jsonl.zst", ".ndjson.zst")
 PARQUET: Final = (".parquet", ".pq")
@@ -77,10 +77,10 @@ class LocalFiles:
         try:
             status = os.stat(path)
         except OSError:
-            return pafs.FileInfo(told(path), pafs.FileType.NotFound)
+            return pafs.FileInfo(as_text(path), pafs.FileType.NotFound)
         kind = {stat.S_IFREG: pafs.FileType.File, stat.S_IFDIR: pafs.FileType.Directory}
         of = kind.get(stat.S_IFMT(status.st_mode), pafs.FileType.Unknown)
-        return pafs.FileInfo(told(path), of, mtime_ns=status.st_mtime_ns, size=status.st_size)
+        return pafs.FileInfo(as_text(path), of, mtime_ns=status.st_mtime_ns, size=status.st_size)
 
     def open_input_file(self, path: str) -> Any:
         return self._system.open_input_file(path) if is_text(path) else pa.PythonFile(open(path, "rb"), mode="r")
@@ -317,7 +317,7 @@ def _files_at(system: Any, path: str, pattern: str | None) -> Iterator[InputFile
         yield InputFile(path, here.base_name, here.size, here.mtime_ns)
         return
     if here.type is not pafs.FileType.Directory:
-        raise InvalidRequest(f"there is no file or folder {told(path)!r}", param="input")
+        raise InvalidRequest(f"there is no file or folder {as_text(path)!r}", param="input")
     walk = _walk_local if isinstance(system, LocalFiles) else _walk_remote
     glob = re.compile(glob_translate(pattern or "**"))
     for file in sorted(walk(system, path.rstrip("/")), key=lambda file: file.name):
@@ -359,8 +359,8 @@ def _walk_local(_system: Any, top: str) -> Iterator[InputFile]:
                 closed.append(path)
             else:
                 if stat.S_ISREG(status.st_mode):
-                    yield InputFile(path, told(path[len(top) + 1 :]), status.st_size, status.st_mtime_ns)
-    yield from (InputFile(path, told(path[len(top) + 1 :]), 0, None) for path in closed)
+                    yield InputFile(path, as_text(path[len(top) + 1 :]), status.st_size, status.st_mtime_ns)
+    yield from (InputFile(path, as_text(path[len(top) + 1 :]), 0, None) for path in closed)
 
 
 @contextmanager

@@ -286,7 +286,7 @@ def _saved(summary: Summary, sums: _Findings) -> list[str]:
     if not summary.done:
         return []
     sentences = [
-        f"The shelf takes {summary.bytes.told(_bytes)}.",
+        f"The shelf takes {summary.bytes.describe(_bytes)}.",
         f"A question on one of these documents reads {sums.tokens.mean:,.0f} tokens from the shelf, on average, "
         "instead of prefilling them.",
     ]

@@ -161,7 +161,7 @@ class LayerProjection:
             self._project(record, 1)  # to raise; the result is not kept
             return replace(record, maker=partial(self.projection.project, self.index))
         keys, values = self._project(record, record.lengths[0])
-        return replace(record.made(keys, values), entries_at=record.entry_positions.to(keys.device))
+        return replace(record.with_rows(keys, values), entries_at=record.entry_positions.to(keys.device))
 
     def _project(self, record: Residuals, tokens: int) -> tuple[Tensor, Tensor]:
         residuals = plain(record.keys)[:tokens]  # type: ignore[arg-type]  # coded rows have been decoded

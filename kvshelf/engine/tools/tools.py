@@ -218,7 +218,7 @@ def count(
         encoded = form.document(document, "chat")
         before, boundary = len(encoded.token_ids), encoded.boundary
     if isinstance(query, ToolAsking):
-        messages = [turn.said for turn in query.messages]
+        messages = [turn.template_fields for turn in query.messages]
     else:
         messages = [message.model_dump() for message in query.messages or ()]
     options, intro = TemplateOptions({**cached, **variables}, cached=cached), None if tools is None else tools.intro

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Final
 
-from pydantic import ConfigDict, Discriminator, Tag, ValidationInfo, model_validator
+from pydantic import ConfigDict, Tag, ValidationInfo, model_validator
 
-from kvshelf.api.strict import CHECKED, ModelName, RequestBody, Text, TokenIds, misuse, one_or_list
+from kvshelf.api.strict import CHECKED, ONE_OR_LIST, ModelName, RequestBody, Text, TokenIds, misuse
 
 _NOT_WITH_A_CACHE: Final = ("cache_salt", "echo", "prompt_embeds", "suffix", "truncate_prompt_tokens")
 
@@ -56,7 +56,7 @@ class CacheCompletion(RequestBody):
     model_config = ConfigDict(extra="allow")
 
     cache_id: str
-    prompt: Annotated[Annotated[Text, Tag("(one)")] | Annotated[TokenIds, Tag("(list)")], Discriminator(one_or_list)]
+    prompt: Annotated[Annotated[Text, Tag("(one)")] | Annotated[TokenIds, Tag("(list)")], ONE_OR_LIST]
     model: ModelName | None = None
     stream: bool | None = None
 

@@ -20,7 +20,7 @@ from kvshelf.artifact.blob import inspect
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.artifact.exported import split
 from kvshelf.artifact.identity import Identity
-from kvshelf.artifact.shape import made_by
+from kvshelf.artifact.shape import layers_made_by
 from kvshelf.service.access.keys import Reader, Writer
 from kvshelf.service.engines import serving
 from kvshelf.service.http import openapi
@@ -101,7 +101,7 @@ def _inspect(service: Service, file: BinaryIO) -> _Arrived:
     identity = header.to_identity()
     model = serving(service.identities, identity.model)
     header.shape.require_bounds(service.identities[model])
-    header.shape.require_layers(made_by(identity.model, service.identities[model], service.layer_shapes[model]))
+    header.shape.require_layers(layers_made_by(identity.model, service.identities[model], service.layer_shapes[model]))
     _require_transforms(service, model, identity.transforms)
     if service.engine(model).remote.running == 0:
         raise errors.NoWorker(f"no worker of {model!r} runs; one is being started", retry_after_s=RESTART_S)

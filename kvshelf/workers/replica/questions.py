@@ -523,7 +523,7 @@ class _Loaded:
 
     def message_of(self, text: str) -> Said:
         """An answer as the message that a client's next request has."""
-        return {"role": "assistant", "content": text} if self.line is None else self.read(text).said
+        return {"role": "assistant", "content": text} if self.line is None else self.read(text).template_fields
 
     @property
     def settled(self) -> Callable[[str], int]:
@@ -584,7 +584,7 @@ class _Loaded:
 def messages_of(query: Asking) -> list[Said]:
     """The messages of a query, as a chat template reads them."""
     if isinstance(query, ToolAsking):
-        return [turn.said for turn in query.messages]
+        return [turn.template_fields for turn in query.messages]
     if query.messages is not None:
         return [message.model_dump() for message in query.messages]
     return [{"role": "user", "content": prompt_of(query)}]

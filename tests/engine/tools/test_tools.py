@@ -68,14 +68,14 @@ def call(name, **arguments):
 def answer(form, *calls):
     """The text of an answer with these calls, as the template writes it, without control tokens."""
     turn = ToolTurn(role="assistant", content="", tool_calls=list(calls))
-    messages = [{"role": "system", "content": "."}, {"role": "user", "content": "?"}, turn.said]
+    messages = [{"role": "system", "content": "."}, {"role": "user", "content": "?"}, turn.template_fields]
     text = form.form.template.write(messages, tools=[tool.model_dump() for tool in form.tools])
     written = text.rpartition("<|assistant|>\n")[2].removesuffix("<|end|>\n")
     return written.replace("<|system|>", "").replace(calls[0].id, "")
 
 
 def encoded(form, turns):
-    said = [turn.said for turn in turns]
+    said = [turn.template_fields for turn in turns]
     return form.form.prompt("document", said, opening=True, intro=form.intro).token_ids
 
 

@@ -1,6 +1,4 @@
-"""The kinds of records as a blob has them, a file each: its fields in the header, its arrays, what is checked of them,
-and how they are written and read. Needs no torch, because stores read headers without it.
-"""
+"""The kinds of records in a blob, a file each, without torch, because stores read headers without it."""
 
 from __future__ import annotations
 

@@ -9,8 +9,6 @@ from kvshelf.artifact.blob.kinds.record import Size
 
 
 class ChunkHeader(RecentHeader):
-    """One `Chunk` record."""
-
     kind: Literal["chunk"]
     chunk: Size
 

@@ -6,7 +6,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from kvshelf.artifact.blob.kinds.record import Arrays, Dims, RecordArrays, RecordHeader, Size, Target, ints
+from kvshelf.artifact.blob.kinds.record import (
+    Arrays,
+    Dims,
+    RecordArrays,
+    RecordHeader,
+    Size,
+    Target,
+    inconsistent,
+    ints,
+)
 from kvshelf.artifact.shape import ITEM_BYTES
 from kvshelf.errors import BlobError
 
@@ -38,16 +47,14 @@ class IndexedHeader(RecordHeader):
     def check(self, where: str, dims: Dims, num_tokens: int) -> None:
         super().check(where, dims, num_tokens)
         if len(set(self.lengths)) != 1 or not self.lengths[0]:
-            raise BlobError(
+            raise inconsistent(
                 f"{where} has indexed heads of {min(self.lengths)} to {max(self.lengths)} entries; each has as many as "
-                "the others, and one at least",
-                reason="inconsistent",
+                "the others, and one at least"
             )
         if self.group and self.block % self.group:
-            raise BlobError(
+            raise inconsistent(
                 f"{where} has an index of blocks of {self.block} entries, and {self.group} share a scale; the blocks "
-                "must be a multiple",
-                reason="inconsistent",
+                "must be a multiple"
             )
 
     def read(self, source: RecordArrays) -> dict[str, Any]:
@@ -62,6 +69,6 @@ class IndexedHeader(RecordHeader):
         """Its tokens are the document's first, and its summaries are finite."""
         first = np.arange(record.lengths[0])
         if not all(np.array_equal(ints(head), first) for head in record.positions):
-            raise BlobError(f"{where} has an index of other tokens than the document's first", reason="inconsistent")
+            raise inconsistent(f"{where} has an index of other tokens than the document's first")
         if not bool(record.summaries.isfinite().all()):
             raise BlobError(f"{where} has a summary that is not finite", reason="not_finite")

@@ -8,8 +8,6 @@ from kvshelf.artifact.blob.kinds.record import RecordHeader
 
 
 class KeptHeader(RecordHeader):
-    """One `Kept` record."""
-
     in_runs: ClassVar[bool] = True
 
     kind: Literal["kept"]

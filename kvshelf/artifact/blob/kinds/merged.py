@@ -16,6 +16,7 @@ from kvshelf.artifact.blob.kinds.record import (
     RecordHeader,
     Target,
     check_lengths,
+    inconsistent,
     ints,
 )
 from kvshelf.artifact.positions import Encoding
@@ -38,19 +39,14 @@ class MergedHeader(RecordHeader):
 
     def own_sizes(self) -> dict[str, int | None]:
         slots = sum(self.slot_lengths)
-        return {
-            "slot_positions": None,
-            "slot_classes": slots * _class_bytes(self.lengths),
-            "slot_scales": slots * 4,
-        }
+        return {"slot_positions": None, "slot_classes": slots * _class_bytes(self.lengths), "slot_scales": slots * 4}
 
     def check(self, where: str, dims: Dims, num_tokens: int) -> None:
         super().check(where, dims, num_tokens)
         check_lengths(where, "slots", self.slot_lengths, num_tokens)
         if len(self.slot_lengths) != len(self.lengths):
-            raise BlobError(
-                f"{where} has slots in {len(self.slot_lengths)} heads and classes in {len(self.lengths)}",
-                reason="inconsistent",
+            raise inconsistent(
+                f"{where} has slots in {len(self.slot_lengths)} heads and classes in {len(self.lengths)}"
             )
 
     def read(self, source: RecordArrays) -> dict[str, Any]:

@@ -6,7 +6,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 import numpy as np
 
-from kvshelf.artifact.blob.kinds.record import Arrays, Dims, RecordArrays, RecordHeader, Size, Target, ints
+from kvshelf.artifact.blob.kinds.record import (
+    Arrays,
+    Dims,
+    RecordArrays,
+    RecordHeader,
+    Size,
+    Target,
+    inconsistent,
+    ints,
+)
 from kvshelf.errors import BlobError
 
 if TYPE_CHECKING:
@@ -33,11 +42,9 @@ class PrunedHeader(RecordHeader):
     def check(self, where: str, dims: Dims, num_tokens: int) -> None:
         super().check(where, dims, num_tokens)
         if self.rope_mode != "baked":
-            raise BlobError(f"{where} has pruned keys that carry no rotation", reason="inconsistent")
+            raise inconsistent(f"{where} has pruned keys that carry no rotation")
         if self.channels > dims.key_dim:
-            raise BlobError(
-                f"{where} has pruned keys of {self.channels} channels, of {dims.key_dim}", reason="inconsistent"
-            )
+            raise inconsistent(f"{where} has pruned keys of {self.channels} channels, of {dims.key_dim}")
 
     def read(self, source: RecordArrays) -> dict[str, Any]:
         channels = source.tensor("channels", "int16", len(self.lengths), self.channels)
@@ -58,6 +65,4 @@ class PrunedHeader(RecordHeader):
                 reason="channel_out_of_range",
             )
         if (np.diff(channels, axis=1) <= 0).any():
-            raise BlobError(
-                f"{where} has the channels of pruned keys out of order, or one twice", reason="inconsistent"
-            )
+            raise inconsistent(f"{where} has the channels of pruned keys out of order, or one twice")

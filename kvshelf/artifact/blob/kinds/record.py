@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 RUN_ROWS: Final = 1024
-"""Rows of each head that have a digest of their own: a multiple of every codec's group, so that runs share no scale. In
-an indexed record they are those of a block."""
+"""Rows of each head in a run: a multiple of every codec's group, so that runs share no scale."""
 
 MAX_ARRAY: Final = 4096
 INT32_MAX: Final = 2**31 - 1
@@ -61,18 +60,18 @@ class Dims(NamedTuple):
 
 
 class RowArray(NamedTuple):
-    """An array with the rows of a record, packed by head: an item of `item_bytes` for every `rows` rows of a head."""
+    """An array of a record's rows, packed by head: an item of `item_bytes` for every `rows` rows of a head."""
 
     name: str
     rows: int
     item_bytes: int
 
     def nbytes(self, rows: int) -> int:
-        """Of so many rows from the first of a head, or of a run, on."""
+        """Bytes of the first `rows` rows of a head or of a run."""
         return -(-rows // self.rows) * self.item_bytes
 
     def total(self, lengths: Sequence[int]) -> int:
-        """Bytes of all heads, of these lengths."""
+        """Bytes of heads with these numbers of rows."""
         rows = self.rows  # read once, and one row apart: a header may have 200 layers of 128 heads
         items = sum(lengths) if rows == 1 else sum(-(-length // rows) for length in lengths)
         return items * self.item_bytes
@@ -102,8 +101,7 @@ class Target(Protocol):
 class RecordHeader(Strict):
     """One record. lengths: entries of each KV head. group: that of the cache's codec, 0 under "none".
 
-    sizes: bytes of each array, without padding, in the order in which they lie in the segment. columns: the names of
-    its columns; no field where it has none.
+    sizes: bytes of each array without padding, in segment order. columns: the names of its columns, if it has any.
 
     Each kind is a class below this one: a `Literal` as `kind`, fields of its own, and what differs of the methods.
     """
@@ -116,7 +114,6 @@ class RecordHeader(Strict):
     transformable: ClassVar[bool] = True
     """Whether codec klt can store it. Its transforms are those of whole keys without their rotation."""
     row_names: ClassVar[tuple[str, ...]] = ("keys", "values")
-    """What it has rows of."""
 
     kind: str
     rope_mode: RopeMode
@@ -143,17 +140,15 @@ class RecordHeader(Strict):
 
     @property
     def row_lengths(self) -> list[int]:
-        """How its rows are packed: of those of each head."""
         return self.lengths
 
     @property
     def column_lengths(self) -> list[int]:
-        """How its columns are packed, likewise."""
+        """Numbers of each head in a column."""
         return self.lengths
 
     @property
     def run_rows(self) -> int:
-        """Rows of each head in a run."""
         return RUN_ROWS
 
     @property
@@ -165,7 +160,6 @@ class RecordHeader(Strict):
         return runs if runs > 1 else 0
 
     def key_dim(self, dims: Dims) -> int:
-        """Channels that its keys have."""
         return dims.key_dim
 
     def precisions(self, codec: Codec) -> Collection[tuple[Precision, int]]:
@@ -176,9 +170,9 @@ class RecordHeader(Strict):
 
     def row_arrays(self, dims: Dims) -> list[RowArray]:
         """The arrays with its rows, in segment order; none under codecs of `CODED`, whose streams are not cut."""
-        key_dim = self.key_dim(dims)
         if self.codec in CODED:
             return []
+        key_dim = self.key_dim(dims)
         dims_of = {"keys": key_dim, "values": dims.value_dim}
         if self.codec == "none":
             return [RowArray(name, 1, dims_of[name] * ITEM_BYTES[dims.dtype]) for name in self.row_names]
@@ -191,11 +185,8 @@ class RecordHeader(Strict):
         return arrays
 
     def array_sizes(self, dims: Dims) -> dict[str, int | None]:
-        """Bytes that each array must have, in segment order; None where it depends on the data: positions and coded
-        rows.
-
-        Python's integers are unbounded: no product of dimensions overflows.
-        """
+        """Bytes that each array must have, in segment order; None for positions and coded rows, where it depends on the
+        data. Python's integers are unbounded: no product of dimensions overflows."""
         sizes: dict[str, int | None] = {array.name: array.total(self.row_lengths) for array in self.row_arrays(dims)}
         if self.codec in CODED:
             sizes |= dict.fromkeys(f"{name}_coded" for name in self.row_names)
@@ -224,10 +215,10 @@ class RecordHeader(Strict):
             raise BlobError(
                 f"{where} says {len(self.sizes)} sizes for the arrays {', '.join(expected)}", reason="size_mismatch"
             )
-        for (name, size), said in zip(expected.items(), self.sizes, strict=True):
-            if size is not None and said != size:
+        for (name, size), stated in zip(expected.items(), self.sizes, strict=True):
+            if size is not None and stated != size:
                 raise BlobError(
-                    f"{where} says {said} bytes of {name}, its shape and dtype make {size}", reason="size_mismatch"
+                    f"{where} says {stated} bytes of {name}, its shape and dtype make {size}", reason="size_mismatch"
                 )
         check_lengths(where, "entries", self.lengths, num_tokens)
 
@@ -251,6 +242,11 @@ def check_lengths(where: str, what: str, lengths: list[int], num_tokens: int) ->
         raise BlobError(
             f"{where} has {max(lengths)} {what} in a head, the document {num_tokens} tokens", reason="positions_count"
         )
+
+
+def inconsistent(message: str) -> BlobError:
+    """The refusal of fields that contradict each other."""
+    return BlobError(message, reason="inconsistent")
 
 
 def ints(tensor: Tensor) -> Ints:

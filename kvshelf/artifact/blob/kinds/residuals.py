@@ -6,10 +6,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from kvshelf.artifact.blob.kinds.record import Arrays, Dims, RecordArrays, RecordHeader, Size, Target, ints
+from kvshelf.artifact.blob.kinds.record import (
+    Arrays,
+    Dims,
+    RecordArrays,
+    RecordHeader,
+    Size,
+    Target,
+    inconsistent,
+    ints,
+)
 from kvshelf.artifact.codecs import CODED
 from kvshelf.artifact.shape import ITEM_BYTES
-from kvshelf.errors import BlobError
 
 if TYPE_CHECKING:
     from kvshelf.artifact.records import Residuals
@@ -47,11 +55,10 @@ class ResidualsHeader(RecordHeader):
     def check(self, where: str, dims: Dims, num_tokens: int) -> None:
         super().check(where, dims, num_tokens)
         if self.rope_mode != "baked":
-            raise BlobError(f"{where} has residuals of keys that carry no rotation", reason="inconsistent")
+            raise inconsistent(f"{where} has residuals of keys that carry no rotation")
         if len(set(self.lengths)) != 1:
-            raise BlobError(
-                f"{where} has residuals of heads of {min(self.lengths)} to {max(self.lengths)} entries; they are alike",
-                reason="inconsistent",
+            raise inconsistent(
+                f"{where} has residuals of heads of {min(self.lengths)} to {max(self.lengths)} entries; they are alike"
             )
 
     def read(self, source: RecordArrays) -> dict[str, Any]:
@@ -66,4 +73,4 @@ class ResidualsHeader(RecordHeader):
         """Its tokens are the same in every head."""
         first, *others = (ints(head) for head in record.positions)
         if not all(np.array_equal(first, other) for other in others):
-            raise BlobError(f"{where} has residuals of other tokens in each head", reason="inconsistent")
+            raise inconsistent(f"{where} has residuals of other tokens in each head")

@@ -9,8 +9,6 @@ from kvshelf.artifact.blob.kinds.record import Size
 
 
 class WindowHeader(RecentHeader):
-    """One `Window` record."""
-
     kind: Literal["window"]
     window: Size
 

@@ -24,9 +24,9 @@ OF_FP32 = {f"bytes_{name}": value for name, value in FP32.items()}
 
 
 def test_a_size_is_told_against_16_bits_and_in_wider_numbers_beside() -> None:
-    told = ByteCounts(**BF16).told(_common.megabytes)
+    told = ByteCounts(**BF16).describe(_common.megabytes)
     assert told == "1.00 MB, 25.0% of 4.00 MB uncompressed in 16 bits"
-    assert ByteCounts(**FP32).told(_common.megabytes) == f"{told}; 8.00 MB in the model's dtype"
+    assert ByteCounts(**FP32).describe(_common.megabytes) == f"{told}; 8.00 MB in the model's dtype"
     assert ByteCounts(full=0, full_16bit=0, stored=0).share == 0
 
 
