@@ -90,6 +90,11 @@ class Slots:
         slots._warn("the model is spread over several devices")
         return None
 
+    @property
+    def table_bytes(self) -> int:
+        """Of the tables by which kernels read documents."""
+        return sum(table.nbytes for table in (*self._seatings.values(), *self._compositions.values()))
+
     def seating(self, rows: Sequence[Generation], wants: Wants, vocabulary: int) -> Seating:
         """The slots of rows with one pending token each, those of one document side by side. wants: of their hooks."""
         kind = SeatingKind(RuleKind.of(rows), wants, vocabulary)

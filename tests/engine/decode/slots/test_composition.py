@@ -89,7 +89,7 @@ def test_tables_that_stay_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     def kept() -> int:
         seated = Slots(CPU, Again())
         assert answers(engine, documents, seated) == answers(engine, documents, None)
-        return sum(part.nbytes for part in (*seated._seatings.values(), *seated._compositions.values()))
+        return seated.table_bytes
 
     assert kept() > 2 * 6000
     monkeypatch.setattr(slots, "MOST_TABLE_BYTES", 6000)
