@@ -60,10 +60,10 @@ check: setup  ## format, lint, types and the import rule
 unexport PYTHONDONTWRITEBYTECODE
 
 test: setup  ## all tests that need no fault, no browser and not long; 17 minutes on two cores
-	scripts/test.sh "not slow"
+	scripts/test.sh "not slow and not more"
 
 test-slow: setup  ## wheels, ranks, killed writers, training, pages of the documentation, every bit of a blob; half an hour
-	scripts/test.sh slow
+	scripts/test.sh "(slow or more)"
 
 test-faults: setup  ## killed processes, full disks, stores that are cut off, restarts under load, floods; a quarter of an hour
 	$(BIN)/python -m pytest -m faults

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# `make test` and `make test-slow`: the tests that are "not slow", or those that are "slow", without faults and browsers. Tests
+# `make test` and `make test-slow`: the tests with the marks that the argument names, without faults and browsers. Tests
 # without a service compute, and tests with a service often wait, so both run at once. Tests with a service measure times, so
 # the others run at a lower priority.
 set -uo pipefail

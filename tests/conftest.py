@@ -11,9 +11,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,6 +68,9 @@ _OWN_SERVICES = re.compile(
     r"|service/process/test_(rolling|supervisor)|client/test_live|bench/batches/)"
 )
 
+MOST_CASES = 8
+"""Cases of one test that `make test` runs; `make test-slow` runs the others."""
+
 _SHARED = ("run_cluster", "service", "bundled_service")
 """Fixtures that are one service or cluster for many tests. The tests of `run_cluster` kill processes by their names, so
 they run while no other service does."""
@@ -92,7 +97,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.service)
         if not starts and not _NO_UNITS.match(item.location[0]):
             item.add_marker(pytest.mark.unit)
+    for item in beyond(items):
+        item.add_marker(pytest.mark.more)
     items.sort(key=turn)
+
+
+def beyond(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
+    """The cases of each test behind its first `MOST_CASES`, in an order that is drawn by their names: in the order of
+    their table all of the first cases could share a value."""
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("slow") is None:
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for several in cases.values():
+        yield from sorted(several, key=lambda item: sha256(item.nodeid.encode()).digest())[MOST_CASES:]
 
 
 def pytest_collection_finish() -> None:

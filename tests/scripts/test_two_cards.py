@@ -11,6 +11,7 @@ from kvshelf.engine.engine import Engine
 from kvshelf.kernels.staging import arriving, carried, events_of, leaving
 from kvshelf.model import loading
 from scripts.card import CARD, FIRST_CARD, Card
+from tests.amounts import few
 
 hooks = pytest.importorskip("accelerate.hooks")
 
@@ -56,7 +57,7 @@ def _aligned(hook: Any, module: Any, forward: Any) -> Any:
     return run
 
 
-@pytest.mark.parametrize(("policy", "codec"), [("keydiff", "none"), ("ada", "int8"), ("keydiff", "klt")])
+@pytest.mark.parametrize(("policy", "codec"), few(1, [("keydiff", "none"), ("ada", "int8"), ("keydiff", "klt")]))
 def test_layers_on_two_cards_keep_and_answer_as_on_the_cpu(engines, policy, codec):
     here, there = engines
     assert there.passes.devices.layers == (CARD, CARD, FIRST_CARD, FIRST_CARD)

@@ -15,6 +15,7 @@ from kvshelf.samples.tasks import needles
 from kvshelf.training import head_search
 from kvshelf.training.head_search import Needle, calibrate, layer_errors, retrieval_scores
 from kvshelf_bench.quality.retrieval import measure_cell
+from tests.amounts import few
 
 ORIGIN = Origin(model="made up", documents=1, tokens=1, answered=1.0, compression_ratio=0.5)
 
@@ -163,7 +164,7 @@ def test_a_model_that_finds_nothing_teaches_nothing(tiny_folder):
         calibrate(engine, [])
 
 
-@pytest.mark.parametrize("stopped", [1, 5, 8])
+@pytest.mark.parametrize("stopped", few(1, [1, 5, 8]))
 def test_an_interrupted_search_goes_on_from_its_journal(tiny, tmp_path, monkeypatch, stopped):
     """Among the answers, among the layers' errors, and among the similarities of keys."""
     hidden, path, done = list(needles(3, 200, tiny.text.count_tokens)), tmp_path / "unfinished", []

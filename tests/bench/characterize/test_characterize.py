@@ -118,6 +118,7 @@ def test_the_best_win_and_those_even_with_them():
     assert (cells_table([CELL, quest, other]).row_count, winners_table([CELL, quest, other]).row_count) == (3, 2)
 
 
+@pytest.mark.slow
 def test_command(tmp_path):
     report = tmp_path / "report.json"
     small = ["--requests", "4", "--documents", "1", "--tokens", "512", "--answer-tokens", "2", "--rates", "100,200"]

@@ -65,6 +65,7 @@ def test_each_policy_has_its_peak_and_refusals_are_rows(tmp_path):
     assert "refused" in result.output
 
 
+@pytest.mark.slow
 def test_answers_are_measured_behind_what_was_kept():
     """In a process of its own, as the bench measures. Few answers may take no page that it did not have, and by how
     much Linux counts pages late: only of many is it known that they raise its memory."""

@@ -39,7 +39,7 @@ def program_of(model) -> ForwardProgram:
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"), [*few(5, product(CHECKED, DTYPES)), *few(0, product(OTHERS, DTYPES))], ids=str
+    ("family", "dtype"), [*few(2, product(CHECKED, DTYPES)), *few(0, product(OTHERS, DTYPES))], ids=str
 )
 def test_logits_are_those_of_the_models_modules(family, dtype):
     """In 16 bits as near to those of the same weights in fp32 as the modules' are: a list rounds less often."""
@@ -91,6 +91,7 @@ def test_weights_of_the_same_values_are_joined_in_place():
     assert attention.q_proj.weight.data_ptr() == at, "what is joined stays where it is"
 
 
+@pytest.mark.slow
 def test_weights_that_were_joined_leave_their_memory():
     """At once, and not when Python next collects cycles: a card has no room for both."""
     model, before = made("llama"), []
@@ -110,6 +111,7 @@ def test_weights_that_were_joined_leave_their_memory():
     assert [at % 7 for at, memory in enumerate(before) if memory() is not None] == [3, 6] * 3, "o_proj and down_proj"
 
 
+@pytest.mark.slow
 def test_weights_that_others_hold_stay_where_they_are():
     """A parameter of its own on the same memory: to join the one would keep both."""
     model = made("llama")
@@ -144,6 +146,7 @@ def test_answers_are_those_of_the_modules(family, monkeypatch):
     assert [answer.token_ids for answer in told] == [answer.token_ids for answer in expected]
 
 
+@pytest.mark.slow
 def test_a_kernel_that_does_not_fit_the_card_leaves_the_model_to_its_modules(monkeypatch, caplog):
     errors = pytest.importorskip("triton.runtime.errors")
 
@@ -165,7 +168,7 @@ class Squared(torch.nn.Module):
         return F.silu(x).cumsum(-1)
 
 
-@pytest.mark.parametrize("module", [Remembering, Squared, Counting])
+@pytest.mark.parametrize("module", few(1, [Remembering, Squared, Counting]))
 def test_a_model_that_no_list_says_runs_by_its_modules(module, caplog):
     model = made("llama")
     model.base_model.layers[1].mlp.act_fn = module()

@@ -54,7 +54,7 @@ def overflowing() -> Engine:
     return engine
 
 
-@pytest.mark.parametrize(("name", "params"), few(15, [*((name, {}) for name in SCORING), ("lagkv", CHUNKED)]))
+@pytest.mark.parametrize(("name", "params"), [*((name, {}) for name in SCORING), ("lagkv", CHUNKED)])
 def test_nan_in_one_layer_is_refused_and_named(broken, name, params):
     ratio = {"compression_ratio": 0.75} if POLICIES[name].takes_budget else {}
     with pytest.raises(PolicyUnsupported, match="bfloat16") as refused:

@@ -16,6 +16,7 @@ from kvshelf.service.settings import load_settings
 from tests.conftest import LiveService
 
 
+@pytest.mark.slow
 def test_a_cache_cools_under_its_id(
     start_service: Callable[..., AbstractContextManager[LiveService]], tiny_folder: Path, tmp_path: Path
 ) -> None:

@@ -35,6 +35,9 @@ FIELDS: dict[str | None, dict[str, Any]] = {None: {}, "law": {"adapter": "law"},
 Starts = Callable[..., AbstractContextManager["LiveService"]]
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     home = tmp_path_factory.mktemp("adapters")
@@ -67,7 +70,6 @@ def ids(http: httpx.Client) -> dict[str | None, str]:
     }
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_hundred_questions_at_once_cross_nowhere(
     http: httpx.Client, ids: dict[str | None, str], folders: dict[str, Path]
@@ -178,7 +180,6 @@ def test_nothing_answers_for_an_adapter_that_is_gone_unless_it_is_named(
         assert (answer["recomputed"], answer["cache_id"]) == ("model_changed", made)
 
 
-@pytest.mark.slow
 def test_rows_of_a_batch_name_their_adapter(http: httpx.Client, ids: dict[str | None, str]) -> None:
     same: dict[str, Any] = {"document": DOCUMENT, "policy": "full", "codec": "none"}
     rows = lines(
@@ -219,7 +220,6 @@ def test_clients_and_commands_name_an_adapter(http: httpx.Client, ids: dict[str 
     assert run("ask", put, QUESTIONS[0], "--adapter", "law", "--max-tokens", "8") == said.strip()
 
 
-@pytest.mark.slow
 def test_the_same_name_with_another_folder_is_another_model(
     start_service: Starts, folders: dict[str, Path], tmp_path: Path
 ) -> None:

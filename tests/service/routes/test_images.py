@@ -23,7 +23,10 @@ from tests.conftest import LiveService
 from tests.images import OLDER, block, picture, save_image_model
 from tests.service.files import pdf
 
-pytestmark = pytest.mark.skipif(OLDER, reason="this transformers needs torchvision to see")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(OLDER, reason="this transformers needs torchvision to see"),
+]
 LIMITS = ExtractLimits(64 << 20, 1 << 30, 60.0)
 TEXT = "The harbour of Brask has forty berths. The wheel is under the kettle. " * 4
 DOCUMENT: list[Any] = [{"text": TEXT, "protect": True}, block(picture(1)), {"text": "The tide is on the other page."}]
