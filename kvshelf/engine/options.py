@@ -78,8 +78,8 @@ class CompressOptions:
         before: CompressedCache | None = None,
     ) -> Budget:
         """The budget of the policy for a document. default_ratio: where no size is set; None: half is removed. before:
-        the cache whose entries compete with those of the document. The size is of all its tokens, and tokens that it
-        has dropped do not come back."""
+        the cache whose entries compete with those of the document. The size is of the tokens of both, and tokens that
+        the cache has dropped do not come back."""
         if policy.sizes_itself:
             protected = document.num_protected
             if protected == document.num_tokens:  # which is refused, and of no tokens nothing has a size
@@ -157,15 +157,16 @@ class AnswerOptions:
 def _suffix_fields(suffix: Mapping[str, Any]) -> dict[str, Any]:
     """A checked copy of a suffix: `policy`, and perhaps `scope`, `budget` and `params`. Raises `InvalidRequest` for
     other fields, another scope, and a budget that is no integer from 1."""
-    for name in suffix.keys() - {"policy", "scope", "budget", "params"}:
+    fields = dict(suffix)
+    for name in fields.keys() - {"policy", "scope", "budget", "params"}:
         raise InvalidRequest(f"suffix has no {name!r}; it has policy, scope, budget and params", param=f"suffix.{name}")
-    if not isinstance(suffix.get("policy"), str):
+    if not isinstance(fields.get("policy"), str):
         raise InvalidRequest("suffix needs the name of a policy", param="suffix.policy")
-    if (scope := suffix.get("scope", "suffix")) not in get_args(SuffixScope):
+    if (scope := fields.get("scope", "suffix")) not in get_args(SuffixScope):
         raise InvalidRequest(f"suffix.scope is {scope!r}; it must be suffix or cache", param="suffix.scope")
-    budget = suffix.get("budget")
+    budget = fields.get("budget")
     if budget is not None and (type(budget) is not int or budget < 1):
         raise InvalidRequest(f"suffix.budget is {budget!r}; it must be an integer from 1", param="suffix.budget")
-    if not isinstance(suffix.get("params") or {}, Mapping):
+    if not isinstance(fields.get("params") or {}, Mapping):
         raise InvalidRequest("suffix.params must map names to values", param="suffix.params")
-    return dict(suffix)
+    return fields

@@ -103,9 +103,10 @@ class Searcher:
     def key_coder_or_none(self) -> KeyCoder | None:
         """As `key_coder`; None for a model whose documents have no summaries."""
         try:
-            return self.key_coder
+            self.require()
         except PolicyUnsupported:
             return None
+        return self.key_coder
 
     @property
     def summary_layers(self) -> int:

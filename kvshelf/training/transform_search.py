@@ -52,7 +52,7 @@ _COST_TEXTS: Final = 8
 _STEP_TEXTS: Final = 2
 """Last texts, that decide the step."""
 _ROW_STRIDE: Final = 8
-"""Every such row is kept for the tables."""
+"""One of so many rows is kept for the tables."""
 
 _EVEN: Final = 0.1
 """Share of the mean weight in each direction. A few texts do not tell the directions apart that matter least: on

@@ -22,7 +22,8 @@ class Wants(Flag):
     QUERIES = auto()
     """Those of each layer before its attention, in `before`. A question has a pass of its own then."""
     EARLY = auto()
-    """In their place those that each layer would make of the previous one's input, times the scaling of logits."""
+    """In their place those that each layer but the first would make of the previous one's input, times the scaling of
+    its logits."""
     STATES = auto()
     """The queries, keys and values of each layer."""
     MASSES = auto()

@@ -233,7 +233,8 @@ class SuffixReducer(RowHook):
         """budget: entries of a KV head, on average where heads or layers have shares of their own (default:
         `DEFAULT_BUDGET` beside those that are protected; with a tail, as many as the document has, or what is always
         kept). layers: those that attend. Raises `InvalidRequest` for a budget below what the policy always keeps, and
-        for any where its parameters say how much stays. gates: with the rotation of their inputs."""
+        for any where its parameters say how much stays. gates: for a policy that needs them, with the
+        model's RoPE, which takes the rotation off their inputs."""
         self._policy = policy
         self._question = question_tokens
         self._protected = question_tokens if policy.protect_question else 0

@@ -213,7 +213,8 @@ class _PrefixesOfPart:
 
 
 class EarlySelection(UnitSelection):
-    """Tokens of the answer choose entries of a layer by its queries of what the layer before had for input."""
+    """Tokens of the answer choose entries of a layer by the queries that it would make of the input of the layer
+    before."""
 
     _within_attention: ClassVar[bool] = False  # `before` chooses
 
@@ -405,8 +406,8 @@ class StoredEntries(NamedTuple):
         return cls(prefixes, list(map(torch.cat, orders)), list(map(torch.cat, placed)))
 
     def dense(self, last: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
-        """Keys `[kv_heads, K, D]` and values `[kv_heads, K, Dv]`, dequantized, `behind_zeros`. last: entries of each
-        head."""
+        """Keys `[kv_heads, K, D]` and values `[kv_heads, K, Dv]`, dequantized, `behind_zeros`. last: the number of
+        last entries of each head; None: all."""
         counts = map(len, self.order) if last is None else last
         orders = [order[len(order) - count :] for order, count in zip(self.order, counts, strict=True)]
         keys, values = ([self._rows(head, kind, order) for head, order in enumerate(orders)] for kind in (0, 1))
@@ -484,7 +485,8 @@ def _sentence_ends(document: Attached, layer: int) -> list[bool]:
 
 
 def stored_entries(document: Attached, kinds: Sequence[LayerKind]) -> int:
-    """Entries of a KV head that a policy chooses from, over all documents; or 0. Raises as `PolicySelection`."""
+    """Entries of a KV head that a policy chooses from, over all documents; 0 where it may choose in no layer. Raises
+    as `PolicySelection`."""
     layer = next((layer for layer, kind in enumerate(kinds) if kind.reducible), None)
     return 0 if layer is None else sum(prefix.lengths[0] for prefix in require_packed(document.prefixes(layer)))
 

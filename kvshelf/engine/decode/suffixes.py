@@ -162,7 +162,8 @@ class EntriesBeside:
     """An answer's entries of one layer that no slab can hold, as heads or layers have different numbers of them. They
     are read as a prefix, between the entries of a protected question and those that ran since the last reduction.
 
-    positions and columns: as of a `Suffix`, `[kv_heads, M]`. there: bool, which of these are entries, each head's last.
+    positions and columns: as of a `Suffix`, `[kv_heads, M]`. there: `[kv_heads, M]` bool, which of these are entries,
+    the last ones of each head.
     """
 
     prefix: PackedPrefix
@@ -263,8 +264,8 @@ class NotedEntries:
 
 
 def insert(entries: Tensor, place: int, end: int, new: Tensor) -> None:
-    """Put `new` `[kv_heads, K, ...]` before entry `place` of `entries` `[kv_heads, capacity, ...]`, used up to
-    `end`."""
+    """Put `new` `[kv_heads, K, ...]` before entry `place` of `entries` `[kv_heads, capacity, ...]`, of which those
+    before `end` are in use, in place."""
     behind = place + new.shape[1]
     entries[:, behind : behind + end - place] = entries[:, place:end].clone()
     entries[:, place:behind] = new

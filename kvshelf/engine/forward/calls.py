@@ -176,7 +176,7 @@ class _Recorder:
         if (context := options.get(CONTEXT)) is not None:  # of the early query, which ends here
             context.after_attention(Attended(module, query, key, value, call.scale(query)))
         if self.visible is None or self.visible[0] is not key or self.visible[1] is not value:
-            raise ValueError("attention to other keys and values than those that the layer of the cache just returned")
+            raise ValueError("attention to other keys and values than those that the layer of the cache was just given")
         self.visible = None
         self.calls.append(call)
         early = None if self.early is None else self.early.of(module)

@@ -165,7 +165,7 @@ class _Lowering:
                 return argument
             if argument in copies:
                 return copies[argument]
-            _require(isinstance(self._values.get(argument), Tensor), "an input that is neither read nor constant")
+            _require(isinstance(self._values.get(argument), Tensor), "an input that is neither given nor constant")
             constants.register_buffer(f"constant_{len(copies)}", self._values[argument])
             copies[argument] = graph.get_attr(f"constant_{len(copies)}")
             return copies[argument]

@@ -137,9 +137,16 @@ def shared(levels: Sequence[Level]) -> list[list[Level]]:
     Policies with different probe passes do not share one either: the passes of one would change last bits of the
     other's scores, and equal requests must give equal bytes.
     """
-    groups: dict[object, list[Level]] = {}
+    groups: list[list[Level]] = []
     for level in levels:
-        job = level.job
-        key = (job.identity.document, job.passes) if job.absorber is None else id(job)
-        groups.setdefault(key, []).append(level)
-    return list(groups.values())
+        group = next((group for group in groups if _share(group[0].job, level.job)), None)
+        if group is None:
+            groups.append([level])
+        else:
+            group.append(level)
+    return groups
+
+
+def _share(one: Job, other: Job) -> bool:
+    whole = one.absorber is None and other.absorber is None
+    return one is other or (whole and one.identity.document == other.identity.document and one.passes == other.passes)

@@ -95,7 +95,8 @@ class Sequences:
         return others + cells <= self.cells and len(self._free) + len(without) >= 2
 
     def load(self, state: bytes, cells: int) -> int:
-        """A new sequence with these cells, as `files.llamacpp.state_of` writes them. `MissingExtra` refuses others."""
+        """A new sequence with these cells, as `files.llamacpp.state_of` writes them. Raises `MissingExtra` where
+        llama.cpp does not take them."""
         number = self._reserve(cells)
         data = self._head + state
         buffer = (ctypes.c_uint8 * len(data)).from_buffer_copy(data)

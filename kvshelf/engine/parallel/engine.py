@@ -131,8 +131,9 @@ class ParallelEngine(Engine):
         weights: str = "plain",
     ) -> ParallelEngine:
         """As `Engine.load`, by this process and `ranks` - 1 others that it starts, each on a GPU of its own, or all on
-        the CPU. A process can have one such engine at a time. Raises `InvalidRequest` and `PolicyUnsupported` before
-        the others start where the model cannot be shared by so many, as with weights in int8."""
+        the CPU. shown: the engine's name, where it is another than the model's. A process can have one such engine at a
+        time. Raises `InvalidRequest` and `PolicyUnsupported` before the others start where the model cannot be shared
+        by so many, as with weights in int8."""
         models.require_shared(name, ranks, device, weights)
         if dist.is_initialized():
             raise InvalidRequest(

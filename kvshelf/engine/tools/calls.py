@@ -73,7 +73,8 @@ class CallFormat(abc.ABC):
 
     @abc.abstractmethod
     def read(self, text: str, tools: Sequence[Tool]) -> ParsedCalls | None:
-        """The calls that a text behind an opening is, up to what closes them; None where it is none of these tools'."""
+        """The calls that a text behind an opening is, up to what closes them; None where they are none of these
+        tools."""
 
     @abc.abstractmethod
     def rules(self, tools: Sequence[Tool]) -> list[str]:

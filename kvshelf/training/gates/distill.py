@@ -127,9 +127,8 @@ def gating(family: str, outputs: Mapping[int, Tensor], protected: int) -> Attend
         factors = kept(family, outputs[layer], rows)  # [kv_heads, rows, N]
         if family == "flag":
             soft = factors.exp()
-            factors = (
-                (soft >= 0.5).float() + soft - soft.detach()
-            )  # one or nothing, with the gradient of the probability
+            # One or nothing, with the gradient of the probability.
+            factors = (soft >= 0.5).float() + soft - soft.detach()
         free = torch.arange(factors.shape[2]) >= protected
         factors = torch.where(free, factors, 1.0 if family == "flag" else 0.0)
         factors = factors.repeat_interleave(heads // len(factors), dim=0).to(logits.device)

@@ -36,7 +36,8 @@ class Lesson:
 
 @dataclass(frozen=True, eq=False)
 class Observed:
-    """A lesson as the model reads it. passes: behind the document. answering: the last rows of each that write it."""
+    """A lesson as the model reads it. passes: behind the document. answering: how many of the last rows of each
+    write the answer."""
 
     job: Job
     passes: tuple[ProbePass, ...]

@@ -133,7 +133,8 @@ def _terms(device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 class Choices(NamedTuple):
-    """The next tokens of rows, -1 where a logit is not a number. logprobs: `[vocabulary]` fp32, of some rows."""
+    """The next tokens of rows, -1 where a logit is not a number. logprobs: `[vocabulary]` fp32 of the rows that
+    report them."""
 
     tokens: list[int]
     logprobs: Mapping[int, Tensor]

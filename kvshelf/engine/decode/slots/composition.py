@@ -27,8 +27,8 @@ class ComposedTables(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """How passes have read documents by tables, which others of these kinds get without one. layers: those with
-    prefixes."""
+    """How passes have read documents by tables: other documents of these kinds get theirs without a pass. layers: those
+    with prefixes."""
 
     layers: tuple[int, ...]
     setting: Setting

@@ -32,7 +32,8 @@ SEATED: Final = Wants.WEIGHTS | Wants.STATES
 
 class PassOutcome(NamedTuple):
     """What a pass over slots gave. logits: `[slots, vocabulary]`, before grammars. tokens: as of `choose`. weights: of
-    each layer, for each slab, `[rows, q_heads, capacity]`; states: of each layer, of all slots."""
+    each layer, for each slab, `[rows, q_heads, capacity]`; states: of each layer, of all slots; both where rows want
+    them."""
 
     logits: Tensor
     tokens: Tensor

@@ -1,4 +1,5 @@
-"""Steps of one token a row in slots, recorded once and run again as one graph of CUDA."""
+"""Steps of one token a row in slots, recorded once and run again as one graph of CUDA
+(https://docs.nvidia.com/cuda/cuda-c-programming-guide, "CUDA Graphs")."""
 
 from __future__ import annotations
 
@@ -93,7 +94,8 @@ class Slots:
     @property
     def table_bytes(self) -> int:
         """Of the tables by which kernels read documents."""
-        return sum(table.nbytes for table in (*self._seatings.values(), *self._compositions.values()))
+        seatings = sum(seating.nbytes for seating in self._seatings.values())
+        return seatings + sum(composition.nbytes for composition in self._compositions.values())
 
     def seating(self, rows: Sequence[Generation], wants: Wants, vocabulary: int) -> Seating:
         """The slots of rows with one pending token each, those of one document side by side. wants: of their hooks."""
