@@ -259,7 +259,8 @@ def _layers(moments: Sequence[Mapping[Kind, _Moments]], finer: int = 0) -> list[
             spread += cost * float(variances.sum())
             channels += len(variances)
     unit = _COARSEST / Codec.step * (max(spread, 1e-12) / channels) ** 0.5 * 2 ** (-finer / 4)
-    return [_layer(m, w, unit / cost.sqrt()) for m, w, cost in zip(moments, weights, costs, strict=True)]
+    of_layers = zip(moments, weights, unit / costs.sqrt(), strict=True)
+    return [_layer(*of_layer) for of_layer in of_layers]
 
 
 def _layer(moments: Mapping[Kind, _Moments], weights: Mapping[Kind, Tensor], units: Tensor) -> dict[Kind, RowTransform]:

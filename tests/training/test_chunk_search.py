@@ -37,7 +37,7 @@ def naive(queries, keys):
     before, half = tokens // 2, dim // 2
     top = min(256, before // 4)
     rows = torch.linspace(before, tokens - 1, min(32, tokens - before)).long()
-    shares_ = torch.zeros(heads, half)
+    means = torch.zeros(heads, half)
     for h in range(heads):
         for f in range(half):
             shares = []
@@ -47,8 +47,8 @@ def naive(queries, keys):
                     best = set((keys[h, :before] @ query).topk(top).indices.tolist())
                     one = keys[h, :before, f] * query[f] + keys[h, :before, f + half] * query[f + half]
                     shares.append(len(best & set(one.topk(top).indices.tolist())) / top)
-            shares_[h, f] = sum(shares) / len(shares)
-    return shares_
+            means[h, f] = sum(shares) / len(shares)
+    return means
 
 
 def test_agreement_is_the_share_of_best_keys():
@@ -57,9 +57,9 @@ def test_agreement_is_the_share_of_best_keys():
     assert torch.allclose(agreement(queries, keys), naive(queries, keys), atol=1e-6)
     only = queries.clone()
     only[..., [0, 2, 3, 4, 6, 7]] = 0  # one chunk has all there is
-    shares_ = agreement(only, keys)
-    assert (shares_[:, 1] == 1).all()
-    assert (shares_[:, [0, 2, 3]] < 1).all()
+    by_chunk = agreement(only, keys)
+    assert (by_chunk[:, 1] == 1).all()
+    assert (by_chunk[:, [0, 2, 3]] < 1).all()
 
 
 def found_chunks(engine: Engine) -> calibration.Chunks:

@@ -53,10 +53,10 @@ def test_needles_are_where_they_say(tiny):
 
 
 def test_different_data_sets_and_no_document_twice(tiny):
-    samples_ = list(needles(8, 300, tiny.text.count_tokens))
-    assert len({needle.dataset for needle in samples_}) >= 2
-    assert len({needle.document for needle in samples_}) == 8
-    assert samples_ == list(needles(8, 300, tiny.text.count_tokens))
+    all_needles = list(needles(8, 300, tiny.text.count_tokens))
+    assert len({needle.dataset for needle in all_needles}) >= 2
+    assert len({needle.document for needle in all_needles}) == 8
+    assert all_needles == list(needles(8, 300, tiny.text.count_tokens))
 
 
 def test_scores_are_the_mass_on_the_needle_where_its_tokens_are_written(tiny, samples):
