@@ -20,7 +20,7 @@ _REVISED: Final = {
     "quality", "source", "tried",
 }  # fmt: skip
 _REVISED_IF_SET: Final = {"certificate", "guaranteed_until", "min_quality"}
-"""Fields of `_REVISED` that are left out where they are empty: clients keep ETags that were made before these fields."""
+"""Fields of `_REVISED` that are left out where they are empty: clients keep ETags from before there were any."""
 
 BY_GUARD: Final = "measured by the guard"
 """Beginning of the reason in a quality by which the guard has found a cache below its floor."""
