@@ -68,7 +68,8 @@ _TEXT_LIMIT: Final = 128
 
 @dataclass(frozen=True)
 class Codec:
-    """One way to encode a cache. Made by `parse`; `str()` is its canonical text, as `klt:classes=1.5/4,shares=25/25`.
+    """One way to encode a cache. Made by `parse`; `str()` is its canonical text, as `klt:classes=1.5/4,shares=25/25`,
+    without defaults and in a fixed order: cache ids and manifests hold it.
 
     group: rows of a channel (keys) or channels of a row (values) that share a scale and a zero. residual: the last
     entries of each head, by position, which stay in the model's dtype in a record of their own: they are few, and

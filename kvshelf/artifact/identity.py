@@ -150,7 +150,7 @@ class LinkedIdentity(ModelIdentity):
 
 @dataclass(frozen=True)
 class Identity:
-    """Everything the bytes of a compressed cache depend on: equal identities have equal bytes on the same device.
+    """Everything the bytes of a compressed cache depend on, but for the device and the versions of libraries.
 
     `document` is a digest of the token ids, never the text. `prefill` names the prefill mode ("whole"), because a
     chunked prefill gives other numbers. `policy_params` are the parameters as used, after defaults were shrunk to the

@@ -81,7 +81,7 @@ def written(where: Place) -> Iterator[IO[bytes]]:
             yield target
             target.flush()
             system, path = opened(where, param="--output")
-            size = target.seek(0, 2)  # no bytes cannot be mapped
+            size = target.seek(0, 2)  # an empty file cannot be mapped
             put(system, path, mmap.mmap(target.fileno(), size, access=mmap.ACCESS_READ) if size else b"")
     except OSError as error:
         raise StorageFull(f"{where} cannot be written: {error.strerror or error}") from error

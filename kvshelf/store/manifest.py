@@ -15,10 +15,12 @@ from kvshelf.artifact.identity import Identity, canonical_json, digest
 if TYPE_CHECKING:
     from kvshelf.artifact.cache import CompressedCache
 
-_REVISED = {
+_REVISED: Final = {
     "blob_digest", "certificate", "created_at", "guaranteed_until", "labels", "min_quality", "name", "pinned",
     "quality", "source", "tried",
 }  # fmt: skip
+_REVISED_IF_SET: Final = {"certificate", "guaranteed_until", "min_quality"}
+"""Fields of `_REVISED` that are left out where they are empty: clients keep ETags from before there were any."""
 
 BY_GUARD: Final = "measured by the guard"
 """Beginning of the reason in a quality by which the guard has found a cache below its floor."""
@@ -163,7 +165,9 @@ class Manifest(StoredRecord):
     def revision(self) -> str:
         """A digest of everything that can change except by a use."""
         moving = "expires_at" if self.ttl_renew_s is None else "ttl_renew_s"
-        return digest("kvshelf.etag", canonical_json(self.model_dump(mode="json", include={moving, *_REVISED})))
+        fields = self.model_dump(mode="json", include={moving, *_REVISED})
+        fields = {name: value for name, value in fields.items() if value or name not in _REVISED_IF_SET}
+        return digest("kvshelf.etag", canonical_json(fields))
 
 
 class SourceRecord(StoredRecord):

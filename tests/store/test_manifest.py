@@ -17,6 +17,11 @@ FIELDS = {
 }  # fmt: skip
 
 
+def test_the_etag_of_a_cache_stays_from_version_to_version() -> None:
+    """The digest was made by the version before certificates and promises: clients keep ETags."""
+    assert Manifest(**FIELDS).revision == "12e49f9a025ebfd5d8385fc7ead03f9e52825595"
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [("guaranteed_until", 9.0), ("certificate", CertifiedBy(name="law", alpha=0.1, digest="d"))],

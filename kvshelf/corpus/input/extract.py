@@ -1,5 +1,9 @@
 """Files that people made: which types are read, the text of PDF and HTML (extra `documents`), and the pages of a PDF as
-images (extra `pages`). Files may be hostile, so each is parsed in a process of its own (`extract_child.py`)."""
+images (extra `pages`).
+
+Files may be hostile, so each is parsed in a process of its own (`extract_child.py`), without the caller's environment
+and with limits on memory and processor time that the system enforces. A thread cannot be ended, and shares memory.
+"""
 
 from __future__ import annotations
 

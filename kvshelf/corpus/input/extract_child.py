@@ -1,8 +1,9 @@
 """Extracts the text of one PDF or HTML file, or draws the pages of a PDF, from standard input to standard output, in an
 expendable process.
 
-`kvshelf.corpus.input.extract` starts this file by its path. It imports nothing of kvshelf, so it starts quickly. Its
-output is one word on a line (`text` or the reason of a failure), then the text in UTF-8 or the library's message.
+`kvshelf.corpus.input.extract` starts this file by its path. It imports nothing of kvshelf, so it starts quickly, and it
+limits its memory and processor time before it reads a byte. Its output is one word on a line (`text` or the reason of a
+failure), then the text in UTF-8 or the library's message.
 """
 
 from __future__ import annotations

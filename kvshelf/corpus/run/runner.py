@@ -1,4 +1,7 @@
-"""Decides when the next attempt at a recorded request begins, which failures are retried, and when it is given up."""
+"""Decides when the next attempt at a recorded request begins, which failures are retried, and when it is given up.
+
+A replica counts each attempt in the store before the attempt starts, and holds a lease during it.
+"""
 
 from __future__ import annotations
 

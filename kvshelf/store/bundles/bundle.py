@@ -119,7 +119,7 @@ class Bundle:
             pass
 
     def require_models(self, fingerprints: Iterable[str]) -> None:
-        """Raise `InvalidRequest` for a cache of another model. fingerprints: of `ModelIdentity.fingerprint`."""
+        """Raise `InvalidRequest` for a cache of a model that has none of these `ModelIdentity.fingerprint`s."""
         served = set(fingerprints)
         for header in self.about.models:
             model = ModelIdentity(**header.model_dump())

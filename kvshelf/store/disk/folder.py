@@ -179,7 +179,7 @@ LEAST_FILES: Final = 1000
 
 
 def shortage(folder: Path) -> str | None:
-    """The sentence that says so if the file system of a folder is full, by `LEAST_BYTES` and `LEAST_FILES`."""
+    """A sentence if the file system of a folder has less room than `LEAST_BYTES` and `LEAST_FILES`, else None."""
     room = os.statvfs(folder)
     free = room.f_bavail * room.f_frsize
     if free < LEAST_BYTES:

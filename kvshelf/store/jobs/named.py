@@ -21,8 +21,8 @@ MOST_WORKFLOWS: Final = 100
 
 
 class NamedTable(Generic[RecordT]):
-    """The records of one kind in one home. Two tenants see nothing of each other. Raises as `JobTable` does. most: of a
-    tenant. missing: the error for a name that the tenant has not."""
+    """The records of one kind in one home. Two tenants see nothing of each other. Raises as `JobTable` does. most:
+    records of a tenant. missing: the error for a name that the tenant has not."""
 
     def __init__(
         self, table: JobTable, kind: Kind, record: type[RecordT], most: int, missing: Callable[[str], KvshelfError]

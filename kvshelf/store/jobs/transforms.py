@@ -1,4 +1,7 @@
-"""The transforms that caches under codec klt need to be read: one file for each digest, kept as long as the home."""
+"""The transforms without which no cache under codec klt can be read: a file for each digest, kept as long as the home.
+
+They belong to no tenant and count for none.
+"""
 
 from __future__ import annotations
 

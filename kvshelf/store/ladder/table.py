@@ -2,6 +2,8 @@
 
 The id of a cache stays: it is of the codec under which the cache was made (`Manifest.made_codec`). Its manifest has the
 codec and the digest of the new blob, so that a copy of the former one in a tier or a replica's memory answers no more.
+The new blob is written and read back before one step of the index puts it in the place of the former one, which is
+removed after that; who has it open can finish.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ class TieredStore(Store):
             return self.home.stat(cache_id, tenant=tenant)  # another process may have given it back by now
         except errors.CacheNotFound as error:
             if remembered:
-                raise
+                raise  # it was deleted since
             raise _Lost(error.message, param=error.param) from error
 
     def _stand_in(self, cache_id: str, tenant: str, error: errors.KvshelfError) -> Manifest:

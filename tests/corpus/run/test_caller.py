@@ -381,12 +381,12 @@ async def test_a_document_beyond_its_tenant_s_quota_is_a_row_s_own_error(tiny: E
 async def test_rows_that_failed_once_are_tried_one_at_a_time(engine: Flaky, store: Store) -> None:
     one = caller(engine, store)
     rows = [row(number) for number in range(1, 5)]
-    for row in rows:
-        job = one.job(row, creation(row))
+    for one_row in rows:
+        job = one.job(one_row, creation(one_row))
         store.requests.open(job.id, tenant="me", body=b"")
         store.requests.start(job.id, worker="w", lease_s=0.001)
     await asyncio.sleep(0.01)
-    results = await asyncio.gather(*(one.settle(row) for row in rows))
+    results = await asyncio.gather(*(one.settle(one_row) for one_row in rows))
     assert [(code(result), result.attempts) for result in results] == [(None, 2)] * 4
     assert engine.most_at_once == 1
 
