@@ -141,7 +141,8 @@ def build(url: str | None, *, over_http: bool = False, files: Path | None = None
 
 
 def _named_errors(tool: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
-    """The tool, with an error of kvshelf as its result: a text with its code, and the `error` object of the HTTP API."""
+    """The tool, with an error of kvshelf as its result: the text names the code, and structured content is the `error`
+    object of the HTTP API."""
 
     @wraps(tool)
     async def named(*args: P.args, **kwargs: P.kwargs) -> T:
