@@ -87,7 +87,7 @@ def quality(engine: Engine, conversations: Sequence[Conversation], removed: floa
                 right(
                     engine,
                     conversation,
-                    [caches[own_episodes(engine, conversation, at, count)] for at, _ in conversation.questions],
+                    [caches[episode_of(engine, conversation, at, count)] for at, _ in conversation.questions],
                 )
             )
         print_row(f"{count} episodes, routed", routed, nbytes)
@@ -95,7 +95,7 @@ def quality(engine: Engine, conversations: Sequence[Conversation], removed: floa
             print_row(f"{count} episodes, always the one that has the fact", known, nbytes)
 
 
-def own_episodes(engine: Engine, conversation: Conversation, at: int, count: int) -> int:
+def episode_of(engine: Engine, conversation: Conversation, at: int, count: int) -> int:
     """The episode whose windows hold utterance `at`."""
     episodes = engine.compressor.episodes(conversation.text, count)
     return next(number for number, one in enumerate(episodes) if at // UTTERANCES in one.windows)
@@ -107,7 +107,7 @@ def routes(engine: Engine, topics: int, tokens: int, conversations: int) -> None
         conversation = make_conversation(topics, tokens, seed, counter(engine))
         params = [{"centroid": one.centroid} for one in engine.compressor.episodes(conversation.text, topics)]
         for at, question in conversation.questions:
-            words += engine.asker.nearest(params, question.text) == own_episodes(engine, conversation, at, topics)
+            words += engine.asker.nearest(params, question.text) == episode_of(engine, conversation, at, topics)
         embedded += by_vectors(conversation, topics, embeddings(engine, conversation))
         hidden += by_vectors(conversation, topics, lambda text: mean_hidden(engine, text))
         questions += len(conversation.questions)

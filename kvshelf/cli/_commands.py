@@ -1,4 +1,9 @@
-"""Commands whose options are made when they run, so that `kvshelf --help` imports no models of the API."""
+"""Commands whose options are made when they run: options that belong together are one parameter of the function.
+
+A parameter that is a dataclass has the fields of the class as options. One with `FieldsOf` has those of a request of
+the API, with their descriptions as help: a field that is added there is an option here. The models of the API are
+imported by the command that is called alone, so that `kvshelf --help` starts as fast as without them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""A server of the Model Context Protocol: assistants keep documents on the shelf of a kvshelf service, and ask them."""
+"""A server of the Model Context Protocol: assistants keep documents on the shelf of a kvshelf service, and ask them.
+
+It needs the client alone. Over stdio it belongs to one user, whose key is in KVSHELF_API_KEY. Over HTTP it has no key:
+each request brings that of its caller, so that tenants and scopes are those of the service.
+"""
 
 from __future__ import annotations
 
@@ -137,7 +141,8 @@ def build(url: str | None, *, over_http: bool = False, files: Path | None = None
 
 
 def _named_errors(tool: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
-    """The tool, with an error of kvshelf as its result: its text and the `error` object of the HTTP API."""
+    """The tool, with an error of kvshelf as its result: the text names the code, and structured content is the `error`
+    object of the HTTP API."""
 
     @wraps(tool)
     async def named(*args: P.args, **kwargs: P.kwargs) -> T:

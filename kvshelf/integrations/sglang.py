@@ -1,4 +1,7 @@
-"""The class that SGLang loads as a dynamic backend of HiCache: it gives pages of documents that the shelf has."""
+"""The class that SGLang loads as a dynamic backend of HiCache: it gives pages of documents that the shelf has.
+
+A page's key is a hash of all tokens up to its end, so SGLang asks for the pages of its prompt.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""How sparse and how redundant the heads of a model are, by equations 3 and 4 of EMS (arXiv 2412.08521)."""
+"""How sparse and how redundant the heads of a model are, by equations 3 and 4 of EMS (arXiv 2412.08521).
+
+A head is sparse if few tokens have most of the score of equation 2, and redundant if many tokens have an earlier one
+much like them; the constants are the paper's (figure 4).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Perplexity of a text behind a compressed beginning, after the streams of PG19 that EMS and SAGE measure."""
+"""Perplexity of a text behind a compressed beginning, after the streams of PG19 that EMS and SAGE measure.
+
+A window of the text is a beginning, which is compressed, and a continuation: the model gives the likelihood of each of
+its tokens before it reads the token.
+"""
 
 from __future__ import annotations
 

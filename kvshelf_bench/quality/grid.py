@@ -1,4 +1,9 @@
-"""The grid of the quality bench: cells, rows, and the units of work that fill the table."""
+"""The grid of the quality bench: cells, rows, and the units of work that fill the table.
+
+A *cell* is a kind of document (task, haystack, length). A *row* is a way to keep it (policy with parameters, share
+removed, codec, attached or exported) and to read it (all, or what a selector chooses). A *unit* is one prefill: one
+document of a cell under one policy and ratio, with all codecs that its cache is measured under.
+"""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ def _label(axes: Axes, lines: Sequence[_Line]) -> None:
 
 
 def spread_down(heights: Sequence[float], distance: float) -> list[float]:
-    """Heights at least `distance` apart, near the descending `wanted` ones, and from 0 upwards."""
+    """Heights at least `distance` apart, near these descending ones, and from 0 upwards."""
     placed: list[float] = []
     for height in heights:
         placed.append(min(height, placed[-1] - distance) if placed else height)

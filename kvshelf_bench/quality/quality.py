@@ -1,4 +1,8 @@
-"""How well a model answers from the cache of each policy and codec, at how many bytes, on made documents."""
+"""How well a model answers from the cache of each policy and codec, at how many bytes, on made documents.
+
+Documents are compressed without their questions. Every policy gets the same documents; all codecs of a policy and ratio
+encode one and the same compressed cache.
+"""
 
 from __future__ import annotations
 

@@ -119,11 +119,11 @@ def _decoded_on_the_card(part: Part, cache: CompressedCache, coder: Coder, numbe
 def _agree(part: Part, cache: CompressedCache, coder: Coder) -> None:
     """The reader in C and the library's give the same values, bit for bit: keys are rotated behind it, in either form's
     own way."""
-    notes = []
+    numbers = []
     for form in ("", "eager"):
         with _form(form):
-            notes.append([_rows(layer)[1] for layer in cache.decoded(coder).layers])
-    part.row("numbers of the C reader that differ from the library's", _differing(*notes), at_most=0, note=cpu_form())
+            numbers.append([_rows(layer)[1] for layer in cache.decoded(coder).layers])
+    part.row("numbers of the C reader that differ from the library's", _differing(*numbers), at_most=0, note=cpu_form())
 
 
 def _attached(part: Part, document: object, cache: CompressedCache, coder: Coder) -> None:

@@ -447,11 +447,17 @@ def _prefix_kinds(check: Check) -> None:
         _attend(check, name, [[prefix], [prefix]], *layout)
     # Rows that exist only while they are read: keys that are rotated then.
     base = _packed(check, [40 + head for head in range(check.kv_heads)])
-    attended = []
+    streams = []
     for device in (check.device, _CPU):
         heads = _moved(base, device).heads
-        attended.append(StreamedPrefix(base.lengths, lambda h, i, j, of=heads: (of[h][0][i:j], of[h][1][i:j])))
-    _attend(check, "streamed", [[attended[1]], [attended[1]]], *layout, here=[[attended[0]], [attended[0]]])
+        streams.append(StreamedPrefix(base.lengths, lambda h, i, j, of=heads: (of[h][0][i:j], of[h][1][i:j])))
+    _attend(
+        check,
+        "streamed",
+        [[streams[1]], [streams[1]]],
+        *layout,
+        here=[[streams[0]], [streams[0]]],
+    )
 
 
 def _prefix_batches(check: Check) -> None:

@@ -75,7 +75,7 @@ class LookupProbe:
 
 
 def auc(owners: Sequence[float], nothing: Sequence[float]) -> float:
-    """The probability that one of `theirs` is above one of `nothing`; equal ones count half."""
+    """The probability that one of `owners` is above one of `nothing`; equal ones count half."""
     ordered = sorted(nothing)
     wins = sum(bisect_left(ordered, value) + bisect_right(ordered, value) for value in owners)
     return wins / (2 * len(owners) * len(nothing))

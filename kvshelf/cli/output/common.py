@@ -1,4 +1,7 @@
-"""Exit codes and output that the commands share: results go to stdout, everything else to stderr."""
+"""Exit codes and output that the commands share.
+
+Results go to stdout, everything else to stderr, so that `ID=$(kvshelf put report.txt)` works.
+"""
 
 from __future__ import annotations
 

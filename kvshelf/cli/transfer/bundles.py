@@ -84,9 +84,9 @@ def push(
     with ExitStack() as stack:
         ids, export = _exported(stack, shelf, caches or [], labels)
         software = f"kvshelf {kvshelf.__version__}"
-        labels_of_bundle, signed_ids = (signing.producer, software), ids if signature_only else None
+        signed_ids = ids if signature_only else None
         entry = push_bundle(
-            place_at(place), signing.name, map(export, ids), signer, *labels_of_bundle, signed_ids=signed_ids
+            place_at(place), signing.name, map(export, ids), signer, signing.producer, software, signed_ids=signed_ids
         )
     if as_json:
         say_json({"name": signing.name, "digest": entry.digest, "key": entry.annotations.key})

@@ -74,9 +74,8 @@ def _laid_out(arrays: Sequence[Runs], places: Sequence[int]) -> tuple[np.ndarray
             [size > 0 and words[start // 4] >= ENTRIES for start, size in zip(starts, sizes, strict=True)]
         )
         width = max(1, -(-channels // 32))
-        has_lane = (
-            np.arange(width)[:, None] <= np.where(divided, width, 0)[None, :]
-        )  # a run without entries has one lane
+        # A run without entries has one lane.
+        has_lane = np.arange(width)[:, None] <= np.where(divided, width, 0)[None, :]
         word, run = np.nonzero(has_lane)  # word by word, and run by run within
         lanes.append(np.stack([run + count, word], axis=1).astype(np.int32))
         data, orders, count = data + int(sizes.sum()), orders + channels, count + len(sizes)

@@ -323,9 +323,8 @@ def _attend_causal(
     _, kv_heads, group, dim = queries.shape
     num_rows, new = len(rows.first), rows.new
     visible = rows.lengths[0] - new
-    by_head = queries.view(num_rows, new, kv_heads, group, dim).permute(
-        0, 2, 3, 1, 4
-    )  # [rows, kv_heads, group, new, D]
+    by_row = queries.view(num_rows, new, kv_heads, group, dim)
+    by_head = by_row.permute(0, 2, 3, 1, 4)  # [rows, kv_heads, group, new, D]
     outs, lses, done = [], [], 0
     # Where tokens are hidden, the mask is another one in each head.
     most = rows_per_block(num_rows * kv_heads * group * rows.lengths[0]) if rows.hidden is not None else new

@@ -18,7 +18,8 @@ from kvshelf.methods.policies.view import LayerView, ObservationWindow
 
 @dataclass(frozen=True)
 class Cake(TailPolicy):
-    """Give layers whose attention is spread out and shifting more, and keep what is attended to steadily or in bursts.
+    """Give layers whose attention is spread out and shifting more of the budget, and keep what is attended to
+    steadily or in bursts.
 
     With A the weights of the window's rows on the judged tokens, the preference of a layer is P = H^(1/tau1) *
     V^(1/tau2) (section 4.1): H, the entropy, sums -A log A over query heads, rows and tokens; V is the variance of A

@@ -21,12 +21,13 @@ from kvshelf.methods.policies.view import LayerView
 
 @dataclass(frozen=True)
 class CaM(H2O):
-    """In part, as the document is reduced once: keep what `h2o` keeps, and add values of leaving tokens to later ones.
+    """In part, as the document is reduced once: keep what `h2o` keeps, and add the values of the tokens that go to the
+    kept ones behind them.
 
     A leaving token merges with the probability p = A / (mean A of its heirs), at most 1. Its heirs are the next m =
     `merge` kept tokens behind it, or as many as there are; A is the mean weight of the rows that see a token. If it
-    merges, 1 / m of its value is added to that of each heir. Its key is dropped; heirs keep keys and shares of the
-    softmax.
+    merges, 1 / m of its value is added to that of each heir. Its key is dropped; its heirs keep their
+    keys, and so their shares of the softmax.
 
     Draws come from a hash of (`seed`, layer, head, position), as those of suffix policy `cam`: the same document gives
     the same cache. Departures: in the paper tokens leave one at a time while the model answers, each judged by the

@@ -34,7 +34,8 @@ class ChunkKV(TailPolicy):
     kvpress. So the kept total can differ from the budget by up to two chunks: fewer entries, because only whole chunks
     stay, or more, because the shorter chunk can be among the dropped ones.
 
-    Departures: scores are pooled as in kvpress's SnapKV (`kernel=1` for none). Chunks have 20 tokens as there, not 10.
+    Departures: scores are pooled as in kvpress's SnapKV (`kernel=1` for none). Chunks have 20 tokens as
+    there (the paper: 10).
     """
 
     name: ClassVar[str] = "chunkkv"

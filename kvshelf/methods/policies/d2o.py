@@ -50,7 +50,8 @@ class D2O(KeepsScores, ChunkedPolicy):
     With `prefill` "chunked" the first chunk shares out the budget; behind each later one sums go on, and the threshold
     becomes the mean of the one before and the chunk's mean of u. In one pass the whole cache is in memory until the
     last layer is there. The paper leaves layers 0, 1 and the last whole: `first=2,last=1`; the others pay. Suffix
-    policy `d2o` goes on by `keep_scores`. Departures: layers keep `sink` tokens; a GQA group shares mean scores.
+    policy `d2o` goes on by `keep_scores`. Departures: no layer keeps less than `sink` tokens; a GQA group shares
+    the mean of its scores.
     """
 
     name: ClassVar[str] = "d2o"

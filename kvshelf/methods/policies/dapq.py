@@ -17,15 +17,16 @@ from kvshelf.methods.policies.view import DocumentView, LayerView, ProbePass
 
 @dataclass(frozen=True)
 class DapQ(ScoringPolicy):
-    """A reconstruction from the paper's abstract and a summary of its sections: keep what pseudo queries attend to, at
-    the positions of later questions and answers.
+    """A reconstruction from the paper's abstract and a summary of its sections: keep what pseudo queries attend to,
+    queries placed at the positions of later questions and answers.
 
     The paper's idea: a query's position says more about what it attends to than its content. `pseudo` tokens of any
     text run once behind the document, at the positions that the answer will have, from N + `offset` on. Their queries
     score each document token by the weight that they give it. Ablations find 32 to 64 tokens best, of any text.
 
     The summary (qwen-long's of 2603.11564v1) does not say how weights are joined: here by their mean over rows and GQA
-    group, pooled over neighbours (average). Departures: no question judges. The last tokens may go.
+    group, pooled over neighbours (average). Departures: the document is judged by itself, not with the question. No
+    token is kept for standing at its end.
 
     The text is the first of these that there is: the expected questions, `probe`, the chat template's text before the
     answer. An empty `probe`, or no template, repeats the document's own last tokens. Questions are not repeated; if

@@ -43,13 +43,17 @@ class DefensiveKV(TailPolicy):
 
     name: ClassVar[str] = "defensivekv"
     source: ClassVar[str] = "DefensiveKV, arXiv 2510.13334"
-    advice: ClassVar[str] = "when questions are unknown, one prefill has to do, and no more than half has to go."
+    advice: ClassVar[str] = (
+        "when the questions are unknown, one prefill is all you can pay, and no more than half has to go."
+    )
     needs: ClassVar[Needs] = Needs.QUERIES | Needs.WEIGHTS
 
     window: int = parameter(32, "last tokens that observe; those of the document are kept", minimum=1)
     kernel: int = pooling_kernel(5)
     mass: float = parameter(0.9, "part of the attention that each head secures first", minimum=0, maximum=1)
-    secured: int | None = parameter(None, "most tokens a head secures; null: what the budget leaves", minimum=0)
+    secured: int | None = parameter(
+        None, "most tokens a head secures; null: what the budget leaves beside window and template", minimum=0
+    )
 
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         policy = super().fitted(document, budget, given)

@@ -78,7 +78,10 @@ class EMS(KeepsScores, WindowPolicy):
     pos: str = parameter("post", "merge keys with RoPE (post) or without (pre)", choices=("post", "pre"))
     merge: bool = parameter(True, "false: only evict")
     score: str = parameter(
-        "both", "global: from all rows; local: from the window", choices=("both", "global", "local"), added=True
+        "both",
+        "global: attention from all rows alone; local: from the window alone",
+        choices=("both", "global", "local"),
+        added=True,
     )
     similarity: str = parameter(
         "both", "whose cosine tokens merge by; both: their product", choices=("both", "keys", "values"), added=True

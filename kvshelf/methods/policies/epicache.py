@@ -63,9 +63,13 @@ class EpiCache(BlockPolicy):
 
     probe: str | None = parameter(None, "the episode's text; null: the instruction alone")
     centroid: str | None = parameter(None, "what the episode is about, for route=nearest; made by `episodes`")
-    layers: str = parameter("equal", "what decides budgets of layers", choices=("equal", "sensitivity"), added=True)
+    layers: str = parameter(
+        "equal", "budgets of layers: equal, or by sensitivity", choices=("equal", "sensitivity"), added=True
+    )
     sharpness: float = parameter(1.1, "power of a layer's weight", minimum=0, maximum=8, added=True)
-    calibration: str | None = parameter(None, "digest for layers=sensitivity; null: the one that is there", added=True)
+    calibration: str | None = parameter(
+        None, "for layers=sensitivity: digest of the calibration to use; null: the one that is there", added=True
+    )
 
     @property
     def needs(self) -> Needs:

@@ -43,7 +43,9 @@ class Fair(AroundScorer):
 
     name: ClassVar[str] = "fair"
     source: ClassVar[str] = "The Pitfalls of KV Cache Compression, arXiv 2510.00231"
-    advice: ClassVar[str] = "around kvzip, for many instructions of which most entries go; keydiff loses more."
+    advice: ClassVar[str] = (
+        "around kvzip, for documents of many instructions of which most entries go; around keydiff it loses more."
+    )
     takes: ClassVar[str] = "a policy that scores each token by itself and leaves the budgets of heads to their scores"
 
     by: str = parameter("section", "where sections begin: section, blocks, lines:REGEX or tokens:A-B,C-D")

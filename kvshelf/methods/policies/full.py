@@ -22,7 +22,10 @@ class Full(Policy):
 
     name: ClassVar[str] = "full"
     source: ClassVar[str] = "the model itself"
-    advice: ClassVar[str] = "when nothing may be lost: int8 takes 59 % of a 16-bit cache on SmolLM2, int4 a third."
+    advice: ClassVar[str] = (
+        "when nothing may be lost; under int8 it takes 59 % of a 16-bit cache on SmolLM2, under int4, which may lose a "
+        "little, a third."
+    )
     takes_budget: ClassVar[bool] = False
     by_position: ClassVar[bool] = True
 

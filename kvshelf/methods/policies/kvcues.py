@@ -31,7 +31,9 @@ class KVcues(KVzip):
 
     name: ClassVar[str] = "kvcues"
     source: ClassVar[str] = "KVzip, arXiv 2505.23416, and cues (docs/internals/policies.md)"
-    advice: ClassVar[str] = "for the smallest caches that still answer, for up to ten times the prefill."
+    advice: ClassVar[str] = (
+        "for the smallest caches that still answer: keeps what questions read, for up to ten times the prefill."
+    )
 
     prefill: str = field(default="whole", init=False)  # cues are asked of the whole document
     every: int = parameter(CUE_EVERY, "document tokens from one cue to the next", minimum=1)

@@ -19,8 +19,8 @@ from kvshelf.methods.policies.view import LayerView
 @dataclass(frozen=True)
 class KVDirect(Policy):
     """In part, as a token has a residual in each layer and not one for all of them: keep every entry as the residual
-    that entered the layer. The model makes the keys and values of all heads of it again, by its norm, projections and
-    rotation.
+    that entered the layer, of which the model makes the keys and values of all heads again, by its own norm,
+    projections and rotation.
 
     Under codec none keys and values are those of `full` up to rounding: products of another number of rows may sum in
     another order. A residual has hidden_size numbers in each layer, keys and values have 2 * KV heads * head size: half

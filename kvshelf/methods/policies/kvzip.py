@@ -42,7 +42,9 @@ class KVzip(BlockPolicy):
 
     name: ClassVar[str] = "kvzip"
     source: ClassVar[str] = "KVzip, arXiv 2505.23416"
-    advice: ClassVar[str] = "for many questions to a document: closest to the full cache, for 2 to 5 times the prefill."
+    advice: ClassVar[str] = (
+        "for documents compressed once and asked often: closest to the full cache, for two to five times the prefill."
+    )
 
     chunk: int = parameter(2048, "document tokens repeated at a time", minimum=64)
     sink: int = parameter(4, "first tokens in every softmax, always kept", minimum=0)

@@ -15,7 +15,8 @@ class LagKV(PartitionPolicy):
     After `sink` tokens the document is cut into partitions; all full ones but the last are reduced (eq. 7 to 11: the
     score is the keys' score plus `value_weight` times the values'). The last full one and the remainder stay whole (eq.
     12). With `prefill` "chunked" the document is read chunk by chunk and compressed in between, as the paper does for
-    documents whose cache would not fit: later chunks see the compressed past, so their keys differ.
+    documents whose cache would not fit: later chunks see the compressed past, so their keys differ from
+    those of one pass.
 
     `score` "local" judges a partition in its own scale (eq. 14 and 15: policy `localkv`), "l2" keeps the shortest keys
     of a partition (eq. 16; the paper leaves the first two layers whole then: `skip_layers` 2).
@@ -31,4 +32,6 @@ class LagKV(PartitionPolicy):
 
     name: ClassVar[str] = "lagkv"
     source: ClassVar[str] = "LagKV, arXiv 2504.04704"
-    advice: ClassVar[str] = "for unknown questions on documents whose full cache needs prefill=chunked to fit."
+    advice: ClassVar[str] = (
+        "for unknown questions on long documents, with prefill=chunked where the full cache does not fit into memory."
+    )

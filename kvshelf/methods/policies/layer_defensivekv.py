@@ -20,5 +20,7 @@ class LayerDefensiveKV(DefensiveKV):
 
     name: ClassVar[str] = "layer_defensivekv"
     source: ClassVar[str] = "Layer-DefensiveKV, arXiv 2510.13334"
-    advice: ClassVar[str] = "as defensivekv, with ragged heads: closest to the full cache without a replay."
+    advice: ClassVar[str] = (
+        "as defensivekv, where heads may be ragged: with half removed, closest to the full cache without a replay."
+    )
     sharing: ClassVar[GlobalSharing] = GlobalSharing()

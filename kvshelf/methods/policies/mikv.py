@@ -44,7 +44,8 @@ class _LayerClaim(NamedTuple):
 
 @dataclass(frozen=True)
 class MiKV(Around):
-    """Keep every entry, and let another policy choose those with more bits, which it would keep of a budget of `high`.
+    """Keep every entry, and let another policy choose those with more bits: those that it would keep of a budget of
+    `high`.
 
     It takes effect under the codec `mixed:share=policy` (`high=none` for the paper's 16 bits, `low=int2`, `int3` or
     `int4`). Where the base's layers and heads share one budget (kvzip), they share the precise entries. Under `mixed`

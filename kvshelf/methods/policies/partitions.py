@@ -69,13 +69,19 @@ class PartitionPolicy(Policy):
     sink: int = parameter(4, "first tokens always kept", minimum=0)
     lag: int = parameter(128, "tokens per partition", minimum=2)
     score: str = parameter(
-        "lag", "what judges a partition: the scale of the next, its own, or key norms", choices=("lag", "local", "l2")
+        "lag",
+        "what judges a partition: the scale of the next (lag), its own (local), or the norms of its keys (l2)",
+        choices=("lag", "local", "l2"),
     )
     value_weight: float = parameter(1.0, "what the values' score counts beside the keys'; l2 has no values", minimum=0)
     skip_layers: int = parameter(0, "first layers that stay whole; the others pay for them", minimum=0)
     prefill: str = prefill_parameter("lag")
     r: float | None = parameter(
-        None, "part of each reduced partition that stays; null: by the budget", minimum=1e-6, maximum=1, added=True
+        None,
+        "part of each reduced partition that stays, in place of a budget; null: the budget decides",
+        minimum=1e-6,
+        maximum=1,
+        added=True,
     )
 
     @property

@@ -39,7 +39,9 @@ class PyramidKV(SnapKV):
     prefill: str = field(default="whole", init=False)  # a chunk is judged where all layers have equally many entries
     chunk: int = field(default=2048, init=False)
     beta: int = parameter(20, "how steep: the last layer gets about 1 / beta of the mean budget", minimum=1)
-    form: str = parameter("kvpress", "how the formula counts the window", choices=("kvpress", "authors"))
+    form: str = parameter(
+        "kvpress", "whether the window is part of what the formula shares out", choices=("kvpress", "authors")
+    )
 
     @property
     def ragged(self) -> bool:

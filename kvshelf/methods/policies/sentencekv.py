@@ -47,7 +47,9 @@ class SentenceKV(TailPolicy):
     window: int = parameter(32, "last tokens that observe; those of the document are kept", minimum=1)
     kernel: int = pooling_kernel(7)
     sink: int = parameter(32, "first tokens always kept", minimum=0)
-    semantic_factor: float = parameter(1.0, "candidates of the sentences, as a multiple of the budget", minimum=1)
+    semantic_factor: float = parameter(
+        1.0, "tokens that sentences are chosen from, as a multiple of the budget", minimum=1
+    )
 
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         policy = super().fitted(document, budget, given)

@@ -25,7 +25,9 @@ class SnapKV(ChunkedTail):
 
     name: ClassVar[str] = "snapkv"
     source: ClassVar[str] = "SnapKV, arXiv 2404.14469"
-    advice: ClassVar[str] = "when you know the questions (expected_questions); without them the template's end looks."
+    advice: ClassVar[str] = (
+        "when you know the questions (expected_questions); without them it looks where the template's last words look."
+    )
     version: ClassVar[int] = 2
 
     kernel: int = pooling_kernel(5)

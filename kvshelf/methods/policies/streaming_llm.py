@@ -36,7 +36,9 @@ class StreamingLLM(Policy):
     by_position: ClassVar[bool] = True
 
     sink: int = parameter(4, "first tokens always kept", minimum=0)
-    positions: str = parameter("absolute", "places of keys: in the document or cache", choices=("absolute", "cache"))
+    positions: str = parameter(
+        "absolute", "angles of the keys: places in the document or in the cache", choices=("absolute", "cache")
+    )
 
     @property
     def needs(self) -> Needs:

@@ -46,7 +46,10 @@ class Think(Around):
 
     name: ClassVar[str] = "think"
     source: ClassVar[str] = "ThinK, arXiv 2407.21018"
-    advice: ClassVar[str] = "where your model's keys can spare channels: a fifth of the bytes. kvshelf-tiny's cannot."
+    advice: ClassVar[str] = (
+        "where a trial on your model shows that its keys can spare channels: a fifth of the bytes. Those of "
+        "kvshelf-tiny cannot."
+    )
     takes: ClassVar[str] = (
         "a policy that keeps tokens as they are and of one precision, makes no index and is built around no other but "
         "by ada"

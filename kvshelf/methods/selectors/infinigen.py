@@ -45,7 +45,9 @@ class InfiniGen(UnitSelector):
 
     needs: ClassVar[Needs] = Needs.SKEWS | Needs.EARLY
 
-    alpha: float | None = parameter(5.0, "distance of guesses below the largest; null: any", minimum=0)
+    alpha: float | None = parameter(
+        5.0, "how far the guess of a logit may be below the largest; null: as far as there is room", minimum=0
+    )
     channels: float = parameter(0.3, "share of each head's channels that are compared", minimum=0, maximum=1)
     digest: str = ""
     measured: Skews | None = field(default=None, compare=False, repr=False)

@@ -36,7 +36,9 @@ class MPCache(StepSelector):
     source: ClassVar[str] = "MPCache, arXiv 2501.06807"
     advice: ClassVar[str] = "to compare with quest; its similarity is no bound."
 
-    similarity: float = parameter(0.6, "weight of a channel's largest value beside its least", minimum=0, maximum=1)
+    similarity: float = parameter(
+        0.6, "weight of a channel's largest value; of its least, the rest", minimum=0, maximum=1
+    )
     share: int = parameter(1, "adjacent layers that read one choice, that of the first of them", minimum=1, added=True)
 
     @property

@@ -36,7 +36,12 @@ class Quest(StepSelector):
 
     page: int | None = parameter(None, "entries of a page; null: 16, or those that share a scale", minimum=1)
     dense_layers: int | None = parameter(None, "first layers read whole; null: a sixteenth of all", minimum=0)
-    bounds: str = parameter("rounded", "in bfloat16, or exact in fp32", choices=("rounded", "exact"), added=True)
+    bounds: str = parameter(
+        "rounded",
+        "rounded: outward, to bfloat16; exact: in fp32, for twice the bytes",
+        choices=("rounded", "exact"),
+        added=True,
+    )
 
     def chooses(self, layer: int, num_layers: int) -> bool:
         return layer >= (num_layers // 16 if self.dense_layers is None else self.dense_layers)

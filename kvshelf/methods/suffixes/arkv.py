@@ -23,9 +23,10 @@ class ARKV(WholeCachePolicy, PeriodicPolicy):
 
     The score of an entry is the weight that the newest token gave it, in the mean over the GQA group and pooled over
     the entries beside it. A layer's share is its claim, as a part of the largest claim of all layers: policy `arkv`
-    decides it when the document has been read, and stores it with `keep_scores`. The share of the budget beside
-    question and window, less the window, stays whole, as in the authors' code. The other staying entries get the
-    numbers of e4m3, by a scale of their own; a rounded entry stays rounded when it is among the best again. Under scope
+    decides it when the document has been read, and stores it with `keep_scores`. Of the entries for which the
+    budget has room beside question and window, less the window, the best stay whole, as large a part as the share, as
+    in the authors' code. The others that stay get the numbers of e4m3, by a scale of their own; a rounded entry stays
+    rounded when it is among the best again. Under scope
     "cache" all of the document's entries compete, in whatever bits they are stored. Under "suffix" every share is 1.
 
     Rounded entries have the model's dtype: an answer reads the numbers of fp8, and takes no less memory for it. The

@@ -25,7 +25,8 @@ from kvshelf.methods.suffixes.base import (
 
 @dataclass(frozen=True)
 class EMS(WholeCachePolicy, PeriodicPolicy):
-    """Keep the last `window` tokens and the best class centers; a lost one merges into the one most like it.
+    """Keep the last `window` tokens and the best class centers; a center that falls out merges into the one most like
+    it, with all tokens of its class.
 
     A token that leaves the window becomes a center. The score of a token is that of policy `ems` (eq. 2): max(s_glo *
     mean(s_loc) / mean(s_glo), s_loc), where s_glo sums all weights that it received from tokens of the answer, and

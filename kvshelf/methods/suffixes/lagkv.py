@@ -22,13 +22,14 @@ class LagKV(SuffixPolicy):
     """Whenever a further partition of `lag` tokens is full, judge the one before it in that one's scale. Sees no query.
 
     Scores are those of policy `lagkv` (eq. 7 to 11). The last full partition stays whole, and those before it share the
-    rest of the budget equally: a partition keeps its own best, fewer as the answer grows. Policy `lagkv` would keep the
-    same of the same keys and values at once, with the question as its sink. Where the answer has more partitions than
-    entries to share, the oldest keep one each and the others none.
+    rest of the budget equally: a partition keeps its own best, fewer as the answer grows. These are the
+    entries that policy `lagkv` would keep of the same keys and values, had they come at once, with the question as its
+    sink. Where the answer has more partitions than entries to share, the oldest keep one each and the others none.
 
     With `r`, the paper's retention, each judged partition keeps r * lag entries for good, rounded down, in place of a
     budget: the answer grows, slower. Under scope "cache" the recursion goes on where the document's ended, in a cache
     of policy `lagkv`: its last full partition and the remainder are the first that the answer completes and judges.
+    Partitions that were judged before stay as they are.
 
     Departures: without `r` the share follows from the budget; the question is in no partition unless
     `protect_question` is false; `lag` is 128, not 1024, because answers are shorter than documents.
@@ -40,7 +41,9 @@ class LagKV(SuffixPolicy):
     columns: ClassVar[dict[str, float]] = {"score": torch.inf}
 
     lag: int = parameter(128, "tokens per partition", minimum=2)
-    r: float | None = parameter(None, "part of a partition that stays; null: by budget", minimum=1e-6, maximum=1)
+    r: float | None = parameter(
+        None, "part of a partition that stays; null: what the budget leaves", minimum=1e-6, maximum=1
+    )
 
     @property
     def interval(self) -> int:

@@ -24,7 +24,7 @@ class NGCSchedule(PeriodicPolicy):
 
     Only `queries` of the `every` tokens are observed, so it costs less than policies that watch each. NGC itself is a
     model that learns by reinforcement what to forget; nothing is learned here, hence the name. Departures: the budget,
-    which the method does not have; the mean over a GQA group.
+    which the method does not have; the mean over a GQA group. Requests may say `ngc`, too.
     """
 
     name: ClassVar[str] = "ngc_schedule"

@@ -33,7 +33,9 @@ class Window(PeriodicPolicy):
 
     of_tail: ClassVar[frozenset[str]] = frozenset({"leaving", "sink"})
 
-    leaving: int | None = parameter(None, "document entries that may leave; null: the last run of all heads", minimum=1)
+    leaving: int | None = parameter(
+        None, "entries of the document that may leave; null: the run of last tokens that every head kept", minimum=1
+    )
     sink: int = parameter(4, "first tokens of the document, which never leave", minimum=0)
 
     def tail(self, positions: Sequence[Tensor], made: Identity, prefix: int) -> Sequence[int]:  # noqa: ARG002

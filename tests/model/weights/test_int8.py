@@ -92,7 +92,7 @@ def test_a_replica_has_the_weights_of_its_configuration(tiny_folder, engines, tm
 def test_without_a_compiled_form_torch_answers_as_the_same_model(tiny_folder, engines, monkeypatch):
     monkeypatch.setattr(prepacking, "available", lambda: False)
     torchs = Engine.load(str(tiny_folder), device="cpu", weights="int8")
-    assert not any(isinstance(engine, Int8Linear) for engine in torchs.model.modules())
+    assert not any(isinstance(module, Int8Linear) for module in torchs.model.modules())
     assert torchs.identity == engines["int8"].identity
     cache = engines["int8"].compress(list(range(5, 105)), layout="plain")
     answers = {tuple(engine.answer(cache, [7, 8, 9]).token_ids) for engine in (torchs, engines["int8"])}

@@ -27,7 +27,7 @@ _MASK_BYTES: Final = 3 << 24
 @dataclass(frozen=True)
 class AttentionGate(TokenGate):
     """In part, as its gates learn by distillation: keep the tokens to which a small attention over the document gives
-    the highest probability of being kept, or all of at least `threshold`.
+    the highest probability of being kept, or with `threshold` all those to which it gives as much.
 
     Before each layer one head of few channels attends causally over the inputs x of the tokens there, each channel in
     its own scale: with q = Wq x, k = Wk x and v = Wv x, the logit of keeping is W2 (v + softmax(q k / sqrt(d)) v) + b.

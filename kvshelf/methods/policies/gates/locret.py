@@ -16,7 +16,7 @@ from kvshelf.methods.policies.view import DocumentView
 
 @dataclass(frozen=True)
 class Locret(TokenGate):
-    """Keep what answers will attend to by the forecast of a gate.
+    """Keep what a gate foretells that answers will attend to.
 
     The gate of a layer is s = W2 silu(W1 x) + b, where x is the token's query, key and value of all heads before RoPE,
     each channel in its own scale. It is trained on documents with questions and answers: the label of a token is the
