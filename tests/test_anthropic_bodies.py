@@ -157,6 +157,11 @@ CALL = said("assistant", used("a"))
         ({"messages": [ASKED, CALL, said("user", text("?"), result("a"))]}, "messages", "come first"),
         ({"messages": [said("user", used("a"))]}, None, "role user has a block of type tool_use"),
         (
+            {"messages": [{"role": "user", "content": ["a"]}]},
+            "messages[0].content[0]",
+            "be an object with a type; found 'a'",
+        ),
+        (
             {"messages": [ASKED, said("assistant", result("a")), ASKED]},
             None,
             "role assistant has a block of type tool_r",

@@ -1,4 +1,7 @@
-"""The types of the HTTP API, shared by the service and the clients: times are Unix seconds, sizes are bytes."""
+"""The types of the HTTP API. Times are Unix seconds, sizes bytes; durations end in `_s` or `_ms`.
+
+Requests are strict; responses are parsed leniently, so that a client understands a newer service.
+"""
 
 from __future__ import annotations
 

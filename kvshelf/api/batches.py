@@ -125,7 +125,8 @@ class FileDeleted(ResponseBody):
 
 
 class RequestCounts(ResponseBody):
-    """Numbers of rows. `completed` rows have a cache or an answer. `reused` ones of them had their cache already."""
+    """Numbers of rows. `completed` rows have a cache or an answer. `reused` ones of them had their cache already, at no
+    cost."""
 
     total: int = 0
     completed: int = 0

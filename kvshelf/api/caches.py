@@ -139,7 +139,8 @@ class CacheObject(strict.ResponseBody):
     """One stored cache. `existing` is true in the answer to a POST that found the cache on the shelf.
 
     `quality` is its closeness to the full cache, null if not measured. If the cache was chosen among several
-    combinations of policy, ratio and codec, `tried` lists their results; `certificate` is what chose it.
+    combinations of policy, ratio and codec, `tried` lists all of them with their results, and `certificate` names the
+    certificate by which it was chosen.
     """
 
     id: str
@@ -199,7 +200,8 @@ class SaidMessage(strict.ResponseBody):
 
 class StoredTurn(strict.ResponseBody):
     """One cache of a conversation or a document that grew: what was appended to its parent, `tokens` of `total_tokens`.
-    `messages`: of a turn that a query stored; null where their text is not kept. `children`: its 20 newest appends."""
+    `messages`: of a turn that a query stored; null where their text is not kept. `children`: the newest
+    caches that were appended to it, at most 20."""
 
     cache_id: str
     parent_id: str | None

@@ -247,7 +247,8 @@ EPISODES_POLICY = "epicache"
 
 
 class EpisodeOptions(strict.RequestBody):
-    """The number of episodes of a conversation. Each has a cache of the whole document, and of the whole budget."""
+    """The number of episodes of a conversation. Each has a cache of the whole document with the whole budget: `count`
+    times the bytes."""
 
     count: Annotated[int, Field(ge=1, le=strict.MAX_EPISODES)] = 4
 

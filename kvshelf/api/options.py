@@ -1,4 +1,5 @@
-"""The options that several requests and `Engine` share: a class for the values, `...Fields` for their keywords."""
+"""The options that several requests and `Engine` share: a class for the values, `...Fields` for their keywords, which a
+type checker cannot read out of the class."""
 
 from __future__ import annotations
 

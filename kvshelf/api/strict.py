@@ -116,7 +116,8 @@ def type_tag(value: Any, default: str | None = None) -> str:
 
 
 def require_type(*kinds: str, what: str, default: str | None = None) -> BeforeValidator:
-    """Refuses objects of other types by name. what: the noun in the message. default: for objects without a type."""
+    """Refuses objects of other types by name. what: the message, with {} for what is wrong. default: the type of an
+    object that names none."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and value.get("type", default) not in kinds:
@@ -398,6 +399,8 @@ def _describe(error: ErrorDetails) -> tuple[str | None, str]:
     param = str(error.get("ctx", {}).get("param") or _path(error["loc"])) or None
     if error["type"] == "extra_forbidden":
         return param, "unknown field. The fields of each request are listed in /openapi.json"
+    if error["type"] == "union_tag_invalid":  # pydantic's message names the function that reads the type
+        return param, "Input should be an object with a type" + _value_text(error)
     return param, error["msg"] + _value_text(error)
 
 

@@ -17,7 +17,8 @@ MAX_TOOLS = 128
 
 
 class Function(RequestBody):
-    """`parameters`: a JSON schema of an object; none by default. `strict` has no effect: required calls always fit."""
+    """`parameters`: a JSON schema of an object; without it, the function takes none. `strict` has no effect: calls that
+    `tool_choice` asks for always fit."""
 
     name: ToolName
     description: str | None = None

@@ -353,7 +353,8 @@ def retrieve_cache(id: str) -> HttpCall[api.CacheObject]:
 
 
 def list_turns(id: str) -> HttpCall[list[api.StoredTurn]]:
-    """The caches that this one grew from by appends and stored turns, the oldest first. Raises as `retrieve`."""
+    """The caches that one grew from by appends and stored turns, the oldest first and itself last. Raises as
+    `retrieve`."""
     return HttpCall("GET", _cache_path(id) + "/turns", lambda response: parse_as(api.TurnList)(response).data)
 
 

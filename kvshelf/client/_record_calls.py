@@ -71,6 +71,7 @@ def create_erasure(**fields: Unpack[ErasureFields]) -> HttpCall[Erasure]:
     """Erase everything that has all of `labels`, and the `name`, and what is derived from it; returns the receipt.
 
     With `tenant` alone, your own: everything that it has. `dry_run`: say what would go, and leave it. While the receipt
-    says `in_progress`, send the same again. Raises `InvalidRequest`, `StateConflict` while another caller does so.
+    says `in_progress`, send the same again for the rest. Raises `InvalidRequest`, `StateConflict` while another caller
+    erases the same.
     """
     return HttpCall("POST", "/v1/erasures", parse_as(Erasure), body={"json": checked(CreateErasure, fields)})

@@ -19,7 +19,7 @@ def test_the_maker_answers_before_a_model_that_is_linked_to_it(maker_first: bool
     both: list[tuple[str, ModelIdentity]] = [("maker", LinkedIdentity(**asdict(MODEL))), ("quantized", QUANTIZED)]
     identities = dict(both if maker_first else reversed(both))
     assert serving(identities, MODEL) == "maker"
-    assert serving(identities, QUANTIZED.own) == "quantized"
+    assert serving(identities, QUANTIZED.unlinked) == "quantized"
 
 
 def test_a_linked_model_answers_where_the_maker_is_not_served() -> None:

@@ -68,7 +68,8 @@ class Metered(ResponseBody):
 
 
 class MoneyCost(ResponseBody):
-    """In the currency of the prices. worker: cost of workers' seconds. saved: that of tokens read from the shelf."""
+    """In the currency of the prices. worker: the cost of workers' seconds. saved: what the tokens that answers read
+    from the shelf would have cost without it."""
 
     worker: float = 0.0
     saved: float = 0.0

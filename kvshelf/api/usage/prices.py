@@ -151,8 +151,8 @@ def _label_use(tenant: str, value: str | None, caches: Sequence[CacheObject], pr
     priced: dict[str, Any] = {}
     if prices is not None:
         worths = [worth(cache, prices) for cache in caches]
-        saved = sum(value.an_answer * cache.uses for value, cache in zip(worths, caches, strict=True))
-        cost = MoneyCost(worker=sum(value.made for value in worths), saved=saved)
+        saved = sum(of_cache.an_answer * cache.uses for of_cache, cache in zip(worths, caches, strict=True))
+        cost = MoneyCost(worker=sum(of_cache.made for of_cache in worths), saved=saved)
         priced = {"cost": cost, "month": _month(nbytes, prices)}
     return LabelUse(
         tenant=tenant,

@@ -1,5 +1,5 @@
-"""Reads JSON bodies and uploaded files beside the event loop, what is large in processes of their own, so that the
-front end stays responsive."""
+"""Reads JSON bodies and uploaded files beside the event loop, large bodies and all files in processes of their own, so
+that the front end stays responsive."""
 
 from __future__ import annotations
 

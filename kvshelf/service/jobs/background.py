@@ -224,8 +224,9 @@ class Background:
 def _spec(requests: RequestTable, request_id: str) -> CreateCache:
     """A request's body. Raises `StateConflict` if the request has ended; a lost or invalid body ends it."""
     try:
+        body = requests.body(request_id)
         try:
-            fields: dict[str, Any] = msgpack.unpackb(requests.body(request_id))
+            fields: dict[str, Any] = msgpack.unpackb(body)
         except ValueError as error:
             raise errors.InternalError(
                 "the body was written by another version of kvshelf; send the request again"

@@ -28,8 +28,11 @@ _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def supervise(settings: Settings, command: Sequence[str]) -> int:
     """Run the service until SIGINT or SIGTERM, or until it ends by itself. Returns its exit code, 130 after SIGINT.
 
-    On SIGHUP a new child starts on the same socket, with the current code and settings; the old one then finishes its
-    open requests and exits. (To replace Ray Serve's replicas one by one would keep the front end's old code.)
+    On SIGHUP a new child starts on the same socket, with the current code and settings; once it is ready, the old one
+    stops accepting, finishes its open requests and exits. No connection is lost: connections wait in the socket's queue
+    until a child accepts them. If the new child does not start, nothing changes. (To replace Ray Serve's replicas one
+    by one would keep the front end's old code.)
+
     `command` plus a `--place` option starts a child. Raises `InvalidRequest` if it cannot listen on the address.
     """
     logs.configure(settings.log_level)

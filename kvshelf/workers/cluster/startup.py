@@ -1,4 +1,4 @@
-"""Garbage collection while a process starts: of modules, which are no garbage, it takes a sixth of their import."""
+"""Garbage collection while a process starts: searching modules, which are no garbage, takes a sixth of their import."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class Line:
 
 class Conversations:
     """The stored turns of one model. The id of a turn's cache follows from the cache before it and the turn's tokens,
-    so it takes a look at the index and no search. Blocks; for threads."""
+    so finding it takes a look at the index and no search. Blocks; for threads."""
 
     def __init__(self, engine: Engine, store: Store) -> None:
         self._engine = engine

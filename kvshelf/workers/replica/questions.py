@@ -438,10 +438,11 @@ class Questions:
         made_under, readable, linked = loaded.document.identity.model, self.engine.attachments.readable, None
         if readable.links(made_under):
             linked = Linked(linked_from=made_under.name, agreement=readable.linked[made_under.fingerprint()])
-        message = loaded.message_of(answer.text)
+        text = answer.text
         answer = loaded.served(answer, ticket).also(guarded=self.guard.take_results(), linked=linked)
         if not loaded.query.store:
             return answer
+        message = loaded.message_of(text)
         cache_id = answer.served.cache_id
         assert isinstance(loaded.document, Attachment)
         try:

@@ -37,8 +37,7 @@ if TYPE_CHECKING:
 # The real HTTP server with an application that says which process answers: starting it takes a second.
 CHILD = """
 import asyncio, os, sys
-from kvshelf.service.http.server import ConnectionLimits
-from kvshelf.service.http.server import HttpServer
+from kvshelf.service.http.server import ConnectionLimits, HttpServer
 from kvshelf.service.http.place import ServerPlace
 
 async def app(scope, receive, send):
@@ -156,8 +155,7 @@ import asyncio, sys
 from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 from kvshelf.service.http import errors
-from kvshelf.service.http.server import ConnectionLimits
-from kvshelf.service.http.server import HttpServer
+from kvshelf.service.http.server import ConnectionLimits, HttpServer
 from kvshelf.service.http.place import ServerPlace
 
 app = FastAPI()
