@@ -7,6 +7,7 @@ import ast
 import pytest
 
 from scripts.mutate import GROUPS, ROOT, drawn, mutations, results
+from tests.amounts import amount
 
 SOURCE = '''"""A module of -1 line."""
 
@@ -55,3 +56,12 @@ def test_a_copy_notices_a_wrong_score_and_is_as_it_was_afterwards() -> None:
     """The same place twice: the second time it is found where the first left it."""
     place = next(place for place in drawn(10**6, 0) if place.file.endswith("streaming_llm.py"))
     assert [noticed for _, noticed in results([place, place], jobs=1)] == [True, True]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_most_mutations_of_a_sample_are_noticed() -> None:
+    """docs/internals/testing.md has the rate of 300. A sample this small may have one that changes no outcome."""
+    sample = drawn(amount(4, 30), 1)
+    noticed = sum(noticed for _, noticed in results(sample, jobs=1))
+    assert noticed > len(sample) * 0.6, f"{noticed} of {len(sample)}"
