@@ -72,8 +72,8 @@ MOST_CASES = 8
 """Cases of one test that `make test` runs; `make test-slow` runs the others."""
 
 _SHARED = ("run_cluster", "service", "bundled_service", "pages")
-"""Fixtures that are one service or cluster for many tests; `pages` asks `bundled_service`. The tests of `run_cluster` kill
-processes by their names, so they run while no other service does."""
+"""Fixtures that are one service or cluster for many tests; `pages` has `bundled_service`. The tests of `run_cluster`
+kill processes by their names, so they run while no other service does."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
