@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
@@ -77,11 +78,12 @@ def _turning(every: _Combinations) -> _Combinations:
 def _covering(every: _Combinations) -> _Combinations:
     """Combinations of which each takes in the most pairs that are left, until none is; every one without a third
     parameter."""
-    pairs = {case: {*combinations(enumerate(case), 2)} for case in every}
-    left = set().union(*pairs.values())
-    found = []
+    bits: defaultdict[Any, int] = defaultdict(lambda: 1 << len(bits))
+    pairs = {case: sum(bits[pair] for pair in combinations(enumerate(case), 2)) for case in every}
+    left = (1 << len(bits)) - 1
+    chosen = []
     while left:
-        best = max(every, key=lambda case: len(pairs[case] & left))
-        left -= pairs[best]
-        found.append(best)
-    return found
+        best = max(every, key=lambda case: (pairs[case] & left).bit_count())
+        left &= ~pairs[best]
+        chosen.append(best)
+    return chosen

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import struct
+import zlib
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -71,3 +73,14 @@ def block(image: Image.Image, form: str = "PNG", **options: Any) -> dict[str, st
     """An image as a block of a document."""
     image.save(file := BytesIO(), form, **options)
     return {"type": "image", "data": base64.b64encode(file.getvalue()).decode()}
+
+
+def png(size: tuple[int, int], bits: int = 8) -> bytes:
+    """A file of so many pixels in RGB and bits a channel, of which only a black first row is there."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", *size, bits, 2, 0, 0, 0))
+    row = zlib.compress(bytes(1 + 3 * size[0] * bits // 8))
+    return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", row) + chunk(b"IEND", b"")

@@ -14,13 +14,12 @@ from typing import Any
 
 import anyio
 import pytest
-from PIL import Image
 
 from kvshelf.client import Client
 from kvshelf.corpus.input.extract import ExtractLimits, page_images
 from kvshelf.errors import InvalidRequest, PolicyUnsupported, SourceNotKept
 from tests.conftest import LiveService
-from tests.images import OLDER, block, picture, save_image_model
+from tests.images import OLDER, block, picture, png, save_image_model
 from tests.service.files import pdf
 
 pytestmark = [
@@ -82,7 +81,12 @@ def test_a_request_in_the_background_keeps_its_images(client: Client) -> None:
     [
         ([{"text": "a"}, {"type": "image", "data": "QUJD"}], {}, "images[0]", InvalidRequest),
         ([{"type": "image", "data": "?"}], {}, "images[0].data", InvalidRequest),
-        ([block(Image.new("1", (1 << 15, 1 << 15)))], {}, "images[0]", InvalidRequest),
+        (
+            [{"type": "image", "data": base64.b64encode(png((1 << 15, 1 << 15))).decode()}],
+            {},
+            "images[0]",
+            InvalidRequest,
+        ),
         ([{"type": "image", "url": "http://127.0.0.1/a.png"}], {}, "document[0]", InvalidRequest),
         (DOCUMENT, {"policy": "kvzip", "compression_ratio": 0.3}, "policy", PolicyUnsupported),
         (DOCUMENT, {"keep_source": True}, "keep_source", InvalidRequest),
