@@ -62,7 +62,7 @@ unexport PYTHONDONTWRITEBYTECODE
 test: setup  ## all tests that need no fault, no browser and not long; half an hour on two cores
 	scripts/test.sh "not slow and not more"
 
-test-slow: setup  ## wheels, ranks, killed writers, training, pages of the documentation, every bit of a blob; half an hour
+test-slow: setup  ## wheels, ranks, killed writers and replicas, training, runs of a corpus, pages of the documentation, every bit of a blob
 	scripts/test.sh "(slow or more)"
 
 test-faults: setup  ## killed processes, full disks, stores that are cut off, restarts under load, floods; a quarter of an hour

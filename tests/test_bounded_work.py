@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
+import pytest
+
 from tests.patterns import ROOT, Used, hard_texts, used_patterns
 
 LENGTHS: Final = (20, 512, 16_384)
@@ -63,6 +65,7 @@ def slow_text(used: Used) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_no_pattern_takes_longer_than_in_proportion_to_its_text() -> None:
     slow = []
     unknown = set()

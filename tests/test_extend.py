@@ -20,6 +20,9 @@ from kvshelf.methods.selectors import UnitSelector, names
 from kvshelf.methods.suffixes.base import SuffixPolicy
 from tests.amounts import few
 
+pytestmark = pytest.mark.slow
+
+
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGE = DOCS / "internals" / "extend.md"
 SELECTORS_PAGE = DOCS / "internals" / "selectors.md"
@@ -81,7 +84,6 @@ def test_the_commands_of_the_page_run(package: Path) -> None:
     assert re.search(r"\b17 passed\b", done.stdout), done.stdout
 
 
-@pytest.mark.slow
 def test_what_it_adds_to_a_prefill_is_unknown(package: Path) -> None:
     command = [sys.executable, "-m", "kvshelf", "plan", "--policy", "vnorm"]
     refused = run(package, *command)
@@ -104,7 +106,6 @@ for page in (16, 8):
 """
 
 
-@pytest.mark.slow
 def test_the_selector_of_the_page_is_installed_and_used(selector_package: Path) -> None:
     (shell,) = SHELL.findall(SELECTORS_PAGE.read_text())
     assert "pip install ./middle" in shell

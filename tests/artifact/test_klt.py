@@ -16,7 +16,7 @@ from kvshelf.artifact.records import Kept, Merged, Parts
 from kvshelf.artifact.shape import LayerShape
 from kvshelf.artifact.transforms import RowTransform, Transforms
 from kvshelf.errors import BlobError, InvalidRequest, ModelMismatch, StateConflict
-from tests.amounts import amount, few
+from tests.amounts import amount
 from tests.store.caches import make_cache, make_identity, make_merged, require_equal
 from tests.store.hostile import Parts as Blob
 from tests.store.transforms import make_coder
@@ -193,7 +193,8 @@ def test_codes_of_three_bytes_come_back_from_frames() -> None:
     assert float(error) < float(rows.norm(dim=1).max()) * 2**-11
 
 
-@pytest.mark.parametrize("codec", few(1, ["klt:step=0.5", "klt:heads=each"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", ["klt:step=0.5", "klt:heads=each"])
 def test_layers_that_are_decoded_side_by_side_are_those_of_the_cpu(codec, monkeypatch) -> None:
     """But for the rounding of products. One layer repeats itself, so that its streams are frames."""
     cache, coder = scaled(((40, 40), (40, 40)), num_tokens=40), make_coder()

@@ -23,6 +23,9 @@ from tests.conftest import LiveService, _descendants, _title
 from tests.deploy.files import DEPLOY
 from tests.store.redis.servers import PATIENT, ValkeyServer, free_port, wait_until
 
+pytestmark = pytest.mark.slow
+
+
 DOCUMENT = "The harbour master keeps the tide tables in a green book. " * 20
 
 RAY = Path(sys.executable).parent / "ray"

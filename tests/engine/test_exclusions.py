@@ -541,16 +541,18 @@ def test_what_can_be_formatted_is_there() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(OLDER, reason="this transformers shares no model")
+@pytest.mark.timeout(600)
 def test_several_processes_refuse_what_the_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that they alone refuse, and every fourth of the others: those run."""
     monkeypatch.setitem(POLICIES, Pressed.name, Pressed)
     rows = [row for row in EXCLUSIONS if x.RANKS in row.features]
     met: set[int] = set()
     engine = ParallelEngine.load("kvshelf-tiny", ranks=2, device="cpu")
     try:
         of_engine = Maker(engine, TEXT * 20)
-        for one in tried(PLAIN):
-            if one.options in ((), (next(iter(one.options), ""),)) and "behind" not in str(one.options):
-                own = [at for at, row in enumerate(rows) if {*row.features} - {x.RANKS} <= one.features]
+        for number, one in enumerate(tried(PLAIN)):
+            own = [at for at, row in enumerate(rows) if {*row.features} - {x.RANKS} <= one.features]
+            if len(one.options) <= 1 and "behind" not in str(one.options) and (own or number % 4 == 0):
                 stage, error = outcome(of_engine, one)
                 others = [row for row in EXCLUSIONS if {*row.features} <= one.features]
                 if error is None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kvshelf.kernels import ans
 from kvshelf.kernels.ans import eager, native
 from kvshelf.kernels.native import library
+from tests.amounts import amount
 from tests.kernels.references import ans as reference
 from tests.kernels.streams import DEVIATIONS, TABLES, drawn
 
@@ -88,7 +89,7 @@ def test_every_bit_counts(module) -> None:
 
 @pytest.mark.parametrize("module", OTHERS)
 @given(data=st.binary(max_size=400), rows=st.integers(0, 40), seed=st.integers(0, 99), cut=st.integers(0, 100))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=amount(100, 300), deadline=None)
 def test_the_forms_agree_on_any_bytes(module, data: bytes, rows: int, seed: int, cut: int) -> None:
     """Noise, and streams with noise in them or cut short."""
     order = random.Random(seed).choices(range(4), k=7)

@@ -176,6 +176,7 @@ def test_doctor_names_the_form(monkeypatch):
     assert "eager, set by KVSHELF_KERNELS" in finding(CliRunner().invoke(app, DOCTOR).stdout)
 
 
+@pytest.mark.slow
 @needs_library
 def test_a_library_of_other_sources_is_not_loaded(package, monkeypatch):
     monkeypatch.setattr(compiling, "FOLDER", package / KERNELS)

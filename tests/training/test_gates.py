@@ -133,6 +133,7 @@ def test_a_training_that_learns_no_more_stops(tiny, tmp_path, monkeypatch):
     assert gates.header.training.steps == 4  # the gates are those of the best checkpoint
 
 
+@pytest.mark.slow
 def test_no_step_changes_the_model(tiny, tmp_path):
     before = {name: tensor.clone() for name, tensor in tiny.model.state_dict().items()}
     for name in GATED:

@@ -66,6 +66,7 @@ def passed(random):
     hook.remove()
 
 
+@pytest.mark.slow
 def test_ten_texts_cost_two_and_a_half_prefills_of_them_at_most(random, passed):
     documents = ids_of(random, TEXTS, 2048)
     assert min(map(len, documents)) > 1900
@@ -73,6 +74,7 @@ def test_ten_texts_cost_two_and_a_half_prefills_of_them_at_most(random, passed):
     assert sum(map(len, documents)) < sum(passed) <= 2.5 * sum(map(len, documents))
 
 
+@pytest.mark.slow
 def test_an_interrupted_search_goes_on_behind_the_last_text(random, passed, tmp_path, caplog):
     documents, path = ids_of(random, TEXTS[:4], 300), tmp_path / "unfinished"
     whole = find_transforms(random, documents)

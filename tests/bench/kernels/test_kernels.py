@@ -140,6 +140,7 @@ def test_a_length_that_the_cases_cannot_take_is_refused(tokens):
         Layer(SHAPE, tokens, torch.float32, CPU)
 
 
+@pytest.mark.slow
 def test_the_kernels_are_measured_without_transformers_and_ray():
     hidden = "import sys; sys.modules.update(dict.fromkeys(('transformers', 'ray', 'safetensors', 'blake3')))"
     program = f"{hidden}; import kvshelf_bench.cli, kvshelf_bench.kernels.kernels as k; print(k.LLAMA_8B.q_heads)"

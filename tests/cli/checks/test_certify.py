@@ -29,6 +29,7 @@ def rows(count: int) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.slow
 def test_a_certificate_is_written_and_an_interrupted_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

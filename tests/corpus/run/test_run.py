@@ -35,7 +35,7 @@ from tests.corpus.runs import (
     whole,
 )
 
-pytestmark = pytest.mark.timeout(amount(900, 7200))
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(amount(900, 7200))]
 
 
 @pytest.fixture(scope="module")

@@ -99,6 +99,7 @@ def logits(engine: Engine, cache: CompressedCache) -> torch.Tensor:
         return engine.model(torch.tensor([QUESTION]).to(device), **{CACHE_ARGUMENT: past}).logits.cpu()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", few(1, ["none", "int4", "klt", "lossless"]))
 def test_a_question_reads_each_layer_behind_its_event_and_waits_for_none(engines, codec):
     """Whatever reads one too early is refused by the card. Positions are only checked of calls from outside."""

@@ -17,6 +17,7 @@ from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.methods.policies import build
 from kvshelf.methods.policies.budgets import Budget, LayerBudget
 from kvshelf.methods.policies.view import DocumentView, LayerView
+from tests.amounts import amount
 
 NAMES = ("lagkv", "localkv")
 
@@ -58,7 +59,7 @@ def documents(draw, shortest=2):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=amount(50, 150), deadline=None)
 @given(documents(), st.integers(0, 999), st.sampled_from([torch.float32, torch.bfloat16]))
 def test_streaming_keeps_what_one_shot_keeps(name, document, seed, dtype):
     heads, sink, lag, tokens, budget, chunks = document

@@ -52,6 +52,7 @@ def test_the_merged_model_computes_what_peft_computes(names: list[str]) -> None:
     torch.testing.assert_close(own, theirs, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_two_hundred_questions_under_three_adapters_cross_nowhere(engines: list[Engine]) -> None:
     """Each cache is answered by its own model as it answers alone, and refused by the others."""
 

@@ -84,6 +84,7 @@ def require_whole(service: LiveService, batch: dict[str, Any], count: int) -> No
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_a_batch_yields_to_questions(http: httpx.Client, cache: dict[str, Any]) -> None:
     """While a batch has the replica, a question waits for a layer of a document and no more. The model has two of them:
     so it is answered sooner than one document is compressed, of which three are always waiting."""

@@ -20,6 +20,9 @@ from tests.store.redis.servers import ValkeyServer, wait_until
 if TYPE_CHECKING:
     from tests.conftest import LiveService
 
+pytestmark = pytest.mark.slow
+
+
 SECRET = "hunter2-and-more"
 DOCUMENT = "The lamp was lit although nobody was on the island. " * 9
 

@@ -24,6 +24,9 @@ from tests.store.redis.servers import wait_until
 if TYPE_CHECKING:
     from tests.conftest import LiveService
 
+pytestmark = pytest.mark.slow
+
+
 Start = Callable[..., AbstractContextManager["LiveService"]]
 
 LONG: dict[str, Any] = {"token_ids": [5 + n % 500 for n in range(16_000)], "policy": "streaming_llm"}
@@ -131,7 +134,6 @@ def test_a_document_that_always_kills_its_worker_is_given_up(
     await_ready(http)
 
 
-@pytest.mark.slow
 def test_a_stop_in_good_order_loses_nothing_of_what_tenants_used(
     start_service: Start, tiny_folder: Path, tmp_path: Path
 ) -> None:

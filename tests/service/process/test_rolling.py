@@ -34,6 +34,9 @@ from tests.store.redis.servers import wait_until
 if TYPE_CHECKING:
     from tests.conftest import LiveService
 
+pytestmark = pytest.mark.slow
+
+
 # The real HTTP server with an application that says which process answers: starting it takes a second.
 CHILD = """
 import asyncio, os, sys

@@ -466,6 +466,7 @@ async def test_a_finer_cache_stays_where_the_shelf_evicted_the_other_for_it(
     assert [cache.manifest.id for cache in created.caches] == [kept.id for kept in home.list().data]
 
 
+@pytest.mark.slow
 async def test_a_bad_cache_among_many_is_found_and_no_good_one(guarded: Callable[..., Replica]) -> None:
     """Of 200 caches, with 300 questions (`make soak`); each question is asked again."""
     replica, count = guarded(), amount(12, 200)
