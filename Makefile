@@ -121,7 +121,7 @@ test-arm: setup  ## the C forms for ARM under qemu: tests of each operation; ten
 	scripts/arm.sh
 
 test-fast: setup  ## the tests of units, in two minutes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m unit
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "unit and not slow and not more"
 
 # Needs no set-up: a machine with a card may have no network. Its own Python may be the one that has torch.
 GPU_OUT ?= gpu-results

@@ -68,6 +68,9 @@ _OWN_SERVICES = re.compile(
     r"|service/process/test_(rolling|supervisor)|client/test_live|bench/batches/)"
 )
 
+_SLOW = re.compile(r"tests/(attack|bench|scripts)/")
+"""A service under attack, and what measures and publishes: none of it is on the way of a document or a question."""
+
 MOST_CASES = 4
 """Cases of one test that `make test` runs; `make test-slow` runs the others."""
 
@@ -92,6 +95,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.real)
             item.add_marker(pytest.mark.timeout(600))
             continue
+        if _SLOW.match(item.location[0]):
+            item.add_marker(pytest.mark.slow)
         starts = bool(_STARTING & set(item.fixturenames))
         if starts or _OWN_SERVICES.match(item.location[0]):
             item.add_marker(pytest.mark.service)

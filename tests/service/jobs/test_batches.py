@@ -173,6 +173,7 @@ def test_what_is_on_the_shelf_is_reused_and_nothing_is_prefilled(http: httpx.Cli
     assert moved("kvshelf_batch_rows_total", result="new") == 0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_paused_resumed_cancelled_and_tried_again(http: httpx.Client) -> None:
     """Each time what is done stays done, and in the end every row was compressed once."""
