@@ -163,6 +163,7 @@ def tried(everything):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("floor", [0.0, 0.4, 0.8, MIN_QUALITY, 1.0])
 def test_what_is_known_says_what_would_be_chosen_or_nothing(everything, tried, floor):
     """Of any part of the facts: a choice only if nothing that was left out could be good enough and smaller."""
