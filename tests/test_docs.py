@@ -152,6 +152,7 @@ def pages(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         pool.shutdown(cancel_futures=True)
 
 
+@pytest.mark.timeout(900)  # it may wait for the pages before it
 @pytest.mark.parametrize("language", ["python"])
 @pytest.mark.parametrize("page", with_blocks("python"))
 def test_the_python_of_a_page_runs(page: Path, language: str, pages: Pages) -> None:
@@ -168,6 +169,7 @@ def runnable(script: str, url: str) -> str:
     return "set -euo pipefail\n" + script.replace(DEFAULT_URL, url)
 
 
+@pytest.mark.timeout(900)  # it may wait for the pages before it
 @pytest.mark.parametrize("language", ["bash"])
 @pytest.mark.parametrize("page", with_blocks("bash"))
 def test_the_shell_of_a_page_runs(page: Path, language: str, pages: Pages) -> None:
