@@ -71,7 +71,7 @@ _OWN_SERVICES = re.compile(
 _SLOW = re.compile(r"tests/(attack|bench|scripts)/")
 """A service under attack, and what measures and publishes: none of it is on the way of a document or a question."""
 
-MOST_CASES = 4
+MOST_CASES = 3
 """Cases of one test that `make test` runs; `make test-slow` runs the others."""
 
 _SHARED = ("run_cluster", "service", "bundled_service", "pages")

@@ -458,6 +458,7 @@ def test_the_bundled_chunks_are_those_that_are_found(tmp_path: Path) -> None:
     assert found == packaged
 
 
+@pytest.mark.slow
 def test_transforms_are_made_from_one_s_own_texts(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("The tide turns at noon, and the pilot waits. " * 40)
@@ -502,6 +503,7 @@ def test_the_file_that_cannot_be_read_is_the_one_named(tmp_path: Path) -> None:
     assert "Invalid value for --grammar" in refused.stderr
 
 
+@pytest.mark.slow
 def test_calibrate_refuses_a_model_that_finds_nothing(tiny_folder: Path, tmp_path: Path) -> None:
     failed = run(
         "calibrate", "--model", str(tiny_folder), "--documents", "1", "--tokens", "260", "--device", "cpu",

@@ -78,6 +78,7 @@ def test_it_is_one_masked_forward_over_all_entries(llama, caches, chosen):
     assert max(lengths) > 8
 
 
+@pytest.mark.slow
 def test_a_document_more_is_another_answer(llama, caches):
     """What the reference could not tell: that the second document is read at all."""
     questions = [llama.ids[i : i + 5] for i in range(0, 100, 10)]

@@ -154,6 +154,7 @@ def test_a_model_whose_pages_would_be_others_is_refused(tmp_path: Path) -> None:
         ReadingModel.of(str(folder), "float32")
 
 
+@pytest.mark.slow
 def test_without_vllm_the_connector_says_what_to_install() -> None:
     code = """
 import sys

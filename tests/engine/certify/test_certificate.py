@@ -48,6 +48,7 @@ def wide(certificate: Certificate, **changes: Any) -> Certificate:
     return certificate.model_copy(update={"groups": {"": group}})
 
 
+@pytest.mark.slow
 def test_each_way_is_graded(graded: list[GradedDocument]) -> None:
     for document in graded:
         sizes = [level.nbytes for level in document.levels if level is not None]

@@ -147,6 +147,7 @@ def test_a_given_sink_must_fit(llama):
     assert llama.engine.prepare(llama.ids, policy="kvzip", budget_tokens=3).policy.sink == 2
 
 
+@pytest.mark.slow
 def test_a_fact_survives(tiny):
     """On the bundled model: what has to be copied out is what the replay attended to."""
     from kvshelf_bench.quality.retrieval import measure_cell

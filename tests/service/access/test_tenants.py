@@ -454,6 +454,7 @@ def test_an_expired_key_is_refused(guarded: Guarded) -> None:
         assert "expired" in refused(client.get("/v1/limits"), 401, "unauthorized")["message"]
 
 
+@pytest.mark.slow
 def test_a_rate_is_kept_and_every_answer_says_how_much_is_left(guarded: Guarded, acme: httpx.Client) -> None:
     key = guarded.key("hasty")
     with guarded.client(key) as client, ThreadPoolExecutor(8) as threads:

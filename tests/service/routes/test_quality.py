@@ -178,6 +178,7 @@ def test_auto_takes_a_size(http: httpx.Client) -> None:
     assert all("more bytes than asked" in one["reason"] for one in cache["tried"] if one["codec"] in ("none", "int8"))
 
 
+@pytest.mark.slow
 def test_auto_says_what_it_tried_and_makes_its_choice_once(http: httpx.Client) -> None:
     """Also where many ask at once: the others wait for the first, or find what it chose."""
     body = {"document": document("auto"), "policy": "auto", "min_quality": 0.9}

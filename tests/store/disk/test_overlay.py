@@ -133,6 +133,7 @@ def test_a_listing_has_each_cache_once(url: str, limit: int) -> None:
         assert [cache.id for cache in mine.list(labels={"seed": "3"}).data] == [below[1]]
 
 
+@pytest.mark.slow
 def test_nothing_below_changes_under_a_thousand_mixed_operations(url: str, theirs: Path) -> None:
     """One blob below is damaged, one is missing: that is found and told, and repaired by nobody."""
     names = sorted((theirs / "blobs").iterdir())

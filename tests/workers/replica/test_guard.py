@@ -158,6 +158,7 @@ async def test_a_finding_is_not_written_onto_another_blob(
     assert (coded.codec, coded.quality) == ("int8", None)
 
 
+@pytest.mark.slow
 async def test_by_the_rule_remake_a_finer_cache_is_made_beside_it(guarded: Callable[..., Replica]) -> None:
     replica = guarded(below="remake")
     manifest = await made(replica, 2, labels={"kind": "log"}, name="two", **BAD)
@@ -450,6 +451,7 @@ async def test_an_erasure_while_a_finer_cache_is_made_leaves_nothing(
     assert replica.store.check() == []
 
 
+@pytest.mark.slow
 async def test_a_finer_cache_stays_where_the_shelf_evicted_the_other_for_it(
     guarded: Callable[..., Replica], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ from kvshelf.errors import Cancelled, DocumentTooShort, InvalidRequest, PolicyUn
 from kvshelf.samples.tasks import make_document
 from kvshelf.workers.replica.create.auto import MIN_QUALITY, PolicyChoice, SizeTarget, auto, candidates
 from kvshelf.workers.replica.create.publish import comparable
-from tests.amounts import SOAK, few
+from tests.amounts import SOAK
 from tests.qualities import quality_of
 
 
@@ -185,7 +185,8 @@ def test_what_is_known_says_what_would_be_chosen_or_nothing(everything, tried, f
     assert 0 < answers < 200
 
 
-@pytest.mark.parametrize("floor", few(1, [MIN_QUALITY, 0.9, 0.0]))
+@pytest.mark.slow
+@pytest.mark.parametrize("floor", [0.0, 0.9, MIN_QUALITY])
 def test_what_one_choice_has_tried_makes_the_same_choice_again(tiny, prose, chosen, floor):
     selection, choice = auto(tiny, prose, target=SizeTarget(floor)), chosen(floor)
     told = [Tried.model_validate_json(one.model_dump_json()) for one in choice.tried]

@@ -121,7 +121,8 @@ def in_chunks(chunk: int) -> dict[str, Any]:
     return {"policy_params": {"prefill": "chunked", "chunk": chunk, "keep_scores": True}}
 
 
-@pytest.mark.parametrize(("codec", "chunk"), few(1, [("none", 128), ("int8", 1024), ("klt", 128)]))
+@pytest.mark.slow
+@pytest.mark.parametrize(("codec", "chunk"), [("none", 128), ("int8", 1024), ("klt", 128)])
 def test_what_is_appended_in_chunks_is_planned_to_hold_what_it_holds(codec: str, chunk: int, tiny: Engine) -> None:
     """With the cache before it, which was read for it, but not with that and what follows joined."""
     plan = plan_of(tiny)
