@@ -59,7 +59,7 @@ check: setup  ## format, lint, types and the import rule
 # Let Python keep its bytecode, whatever the environment says: each service of a test starts three processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-test: setup  ## all tests that need no fault, no browser and not long; half an hour on two cores
+test: setup  ## all tests that need no fault, no browser and not long; a quarter of an hour on two cores
 	scripts/test.sh "not slow and not more"
 
 test-slow: setup  ## wheels, ranks, killed writers and replicas, training, runs of a corpus, pages of the documentation, every bit of a blob
