@@ -120,7 +120,7 @@ test-sglang: setup  ## the interface of SGLang's wheel loads kvshelf's backend; 
 test-arm: setup  ## the C forms for ARM under qemu: tests of each operation; ten minutes, and 1 GB in .arm
 	scripts/arm.sh
 
-test-fast: setup  ## the tests of units, in two minutes
+test-fast: setup  ## the tests of units
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "unit and not slow and not more"
 
 # Needs no set-up: a machine with a card may have no network. Its own Python may be the one that has torch.

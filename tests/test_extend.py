@@ -22,7 +22,6 @@ from tests.amounts import few
 
 pytestmark = pytest.mark.slow
 
-
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGE = DOCS / "internals" / "extend.md"
 SELECTORS_PAGE = DOCS / "internals" / "selectors.md"

@@ -25,7 +25,6 @@ from tests.store.redis.servers import PATIENT, ValkeyServer, free_port, wait_unt
 
 pytestmark = pytest.mark.slow
 
-
 DOCUMENT = "The harbour master keeps the tide tables in a green book. " * 20
 
 RAY = Path(sys.executable).parent / "ray"

@@ -32,6 +32,7 @@ from kvshelf.model.calibration import Calibration, Origin, Skews
 from kvshelf.workers.replica.create.spec import require_policy
 from kvshelf_bench.models.small import small_model
 from scripts import publish_exclusions
+from tests.amounts import amount
 from tests.conftest import save_random_model, save_transforms
 from tests.images import block, picture, save_image_model
 from tests.methods.policies.gates import random_gates
@@ -552,7 +553,7 @@ def test_several_processes_refuse_what_the_page_says(monkeypatch: pytest.MonkeyP
         of_engine = Maker(engine, TEXT * 20)
         for number, one in enumerate(tried(PLAIN)):
             own = [at for at, row in enumerate(rows) if {*row.features} - {x.RANKS} <= one.features]
-            if len(one.options) <= 1 and "behind" not in str(one.options) and (own or number % 4 == 0):
+            if len(one.options) <= 1 and "behind" not in str(one.options) and (own or number % amount(4, 1) == 0):
                 stage, error = outcome(of_engine, one)
                 others = [row for row in EXCLUSIONS if {*row.features} <= one.features]
                 if error is None:

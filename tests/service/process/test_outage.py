@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 
-
 SECRET = "hunter2-and-more"
 DOCUMENT = "The lamp was lit although nobody was on the island. " * 9
 

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 
-
 # The real HTTP server with an application that says which process answers: starting it takes a second.
 CHILD = """
 import asyncio, os, sys

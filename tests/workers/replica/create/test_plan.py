@@ -8,7 +8,6 @@ import sys
 import weakref
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ from kvshelf.workers.replica.replica import Replica
 from kvshelf.workers.replica.scheduler import Scheduler
 from kvshelf.workers.replica.ticket import out_of_memory
 from kvshelf_bench.measure import allocated_peak
-from tests.amounts import few
+from tests.amounts import few, in_turn
 from tests.engine.inputs.test_protect import CHUNKED
 from tests.images import OLDER, save_image_model
 from tests.methods.policies.gates import GATED, random_gates
@@ -76,7 +75,7 @@ def plan_of(engine: Engine, **limits: Any) -> MemoryPlan:
     return MemoryPlan.of(engine.model, engine.name, CPU, **limits).loaded(engine)
 
 
-@pytest.mark.parametrize(("family", "recorded"), few(2, zip(FAMILIES, cycle((False, True)))))
+@in_turn({"family": FAMILIES, "recorded": [False, True]})
 def test_what_a_prefill_is_planned_to_hold_is_what_it_holds(family: str, recorded: bool) -> None:
     engine = engine_of(family, recorded=recorded)
     if recorded and engine.passes.program is None:
@@ -122,7 +121,7 @@ def in_chunks(chunk: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("codec", "chunk"), [("none", 128), ("int8", 1024), ("klt", 128)])
+@in_turn({"codec": ["none", "int8", "klt"], "chunk": [128, 1024]})
 def test_what_is_appended_in_chunks_is_planned_to_hold_what_it_holds(codec: str, chunk: int, tiny: Engine) -> None:
     """With the cache before it, which was read for it, but not with that and what follows joined."""
     plan = plan_of(tiny)
