@@ -132,6 +132,18 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 @pytest.fixture(autouse=True)
+def same_settings() -> Iterator[None]:
+    """A test that left a setting behind would change how those after it in its process compute."""
+    before = _settings()
+    yield
+    assert _settings() == before
+
+
+def _settings() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(("KVSHELF_", "ATEN_", "TRITON_"))}
+
+
+@pytest.fixture(autouse=True)
 def seeded(soak: bool) -> None:
     """A test draws the same numbers in each run, so that a run fails because of a change; a soak draws new ones."""
     if not soak:

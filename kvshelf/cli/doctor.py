@@ -213,7 +213,7 @@ def _kernels() -> str:
     if torch.cuda.is_available() and gpu_form() == "eager":
         return "on a GPU: eager, torch operations, which are slower; for Triton's kernels run: pip install triton"
     form, level = cpu_form(), os.environ.get(LEVEL)
-    if "KVSHELF_KERNELS" in os.environ:
+    if os.environ.get("KVSHELF_KERNELS"):
         return f"on a CPU: {form}, set by KVSHELF_KERNELS"
     if form != "eager":
         return f"on a CPU: {form}, compiled from C" + (f", the level set by {LEVEL}" if level else "")

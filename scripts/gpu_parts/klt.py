@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from statistics import median
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -121,7 +120,7 @@ def _agree(part: Part, cache: CompressedCache, coder: Coder) -> None:
     own way."""
     numbers = []
     for form in ("", "eager"):
-        with _form(form):
+        with patch.dict(os.environ, KVSHELF_KERNELS=form):
             numbers.append([_rows(layer)[1] for layer in cache.decoded(coder).layers])
     part.row("numbers of the C reader that differ from the library's", _differing(*numbers), at_most=0, note=cpu_form())
 
@@ -148,14 +147,3 @@ def _rows(layer: object) -> list[Tensor]:
 
 def _differing(decoded: list[Tensor], expected: list[Tensor]) -> int:
     return sum(int((one != other).sum()) for one, other in zip(decoded, expected, strict=True))
-
-
-@contextmanager
-def _form(name: str) -> Iterator[None]:
-    """Inside the block, dispatch takes this form of every operation."""
-    before = os.environ.get("KVSHELF_KERNELS", "")
-    os.environ["KVSHELF_KERNELS"] = name
-    try:
-        yield
-    finally:
-        os.environ["KVSHELF_KERNELS"] = before

@@ -17,6 +17,7 @@ from kvshelf.kernels import dispatch
 from kvshelf.kernels.column_sums import column_sums
 from kvshelf.kernels.dispatch import implementation
 from kvshelf.kernels.native import library
+from kvshelf.kernels.rowwise import available
 from tests.kernels.tensors import error, random
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -74,6 +75,15 @@ def test_a_form_can_be_forced(monkeypatch):
         ours, _ = column_sums(queries, keys, 0.3)
         assert ours.dtype == torch.float32
         assert error(ours, expected) < 1e-5
+
+
+@pytest.mark.skipif(library() is None, reason="no library was compiled for this CPU")
+def test_an_empty_setting_forces_no_form(monkeypatch):
+    """As a compose file gives it for a variable that is not set."""
+    for forced, name in {"": "native", "native": "native", "eager": "eager"}.items():
+        monkeypatch.setenv("KVSHELF_KERNELS", forced)
+        assert implementation("column_sums", CPU).__name__.endswith(name)
+        assert available() == (name == "native")
 
 
 def test_what_cannot_be_forced_is_refused_by_name(monkeypatch):

@@ -174,6 +174,8 @@ def test_doctor_names_the_form(monkeypatch):
     assert forced in finding(CliRunner().invoke(app, DOCTOR).stdout)
     monkeypatch.setenv("KVSHELF_KERNELS", "eager")
     assert "eager, set by KVSHELF_KERNELS" in finding(CliRunner().invoke(app, DOCTOR).stdout)
+    monkeypatch.setenv("KVSHELF_KERNELS", "")
+    assert forced in finding(CliRunner().invoke(app, DOCTOR).stdout)
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ them in fp32. On a GPU torch multiplies, and Triton carries out the instructions
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Final
 
@@ -22,7 +21,7 @@ from kvshelf.kernels.rowwise.native import LINES, PANEL, WEIGHT_DTYPES, RowProgr
 
 def available() -> bool:
     """Whether C forms were compiled for this CPU, and no other form is forced."""
-    return os.environ.get("KVSHELF_KERNELS", "native") == "native" and library() is not None
+    return form(torch.device("cpu")) == "native" and library() is not None
 
 
 def row_programs(device: torch.device) -> type[RowProgram] | None:
