@@ -389,13 +389,14 @@ WrittenObject = Annotated[
 def refusal(exc: ValidationError) -> InvalidRequest:
     """The error for a failed validation: the first problem, and the number of others."""
     errors = exc.errors(include_url=False)
-    param, message = _describe(errors[0])
+    param, message = described(errors[0])
     more = f" ({len(errors) - 1} more problem(s) in this request)" if len(errors) > 1 else ""
     details = errors[0].get("ctx", {}).get("details", {})
     return InvalidRequest((f"{param}: " if param else "") + message + more, param=param, **details)
 
 
-def _describe(error: ErrorDetails) -> tuple[str | None, str]:
+def described(error: ErrorDetails) -> tuple[str | None, str]:
+    """The path of the field at fault, and what is wrong with which value."""
     param = str(error.get("ctx", {}).get("param") or _path(error["loc"])) or None
     if error["type"] == "extra_forbidden":
         return param, "unknown field. The fields of each request are listed in /openapi.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 import os
 import re
 from pathlib import Path
@@ -13,7 +14,7 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, DotEnvSettingsSource, NoDecode, SettingsConfigDict
 
 from kvshelf.api.creation import Measured
-from kvshelf.api.strict import Ttl
+from kvshelf.api.strict import Ttl, described
 from kvshelf.errors import InvalidRequest, nearest
 from kvshelf.service.loops import Hours
 from kvshelf.store.checks import parsed_size
@@ -49,10 +50,13 @@ Seconds = Annotated[float, Field(gt=0, le=30 * 86400)]
 class Settings(BaseSettings):
     """All settings of `kvshelf serve`. The suffix `_s` means seconds, `_bytes` bytes.
 
-    The environment variable of a setting is `KVSHELF_` and its name in capitals; lists are separated by commas.
+    The environment variable of a setting is `KVSHELF_` and its name in capitals; lists are separated by commas. An empty
+    variable is one that is not set.
     """
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid", hide_input_in_errors=True)
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX, env_ignore_empty=True, frozen=True, extra="forbid", hide_input_in_errors=True
+    )
 
     store: str = Field(
         default_factory=lambda: f"disk://{quote(str(_data_folder() / 'kvshelf'))}",
@@ -84,7 +88,7 @@ class Settings(BaseSettings):
         None, ge=0, lt=2**53, description="bytes that one tenant may pin or have guaranteed to stay"
     )
     promised_bytes: int | None = Field(None, ge=0, lt=2**53, description="the same of all tenants together")
-    models: Annotated[tuple[str, ...], NoDecode] = Field(
+    models: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], NoDecode] = Field(
         ("kvshelf-tiny",), min_length=1, description="bundled names, folders or hub ids; the first is the default"
     )
     adapters: Annotated[tuple[str, ...], NoDecode] = Field(
@@ -181,7 +185,7 @@ class Settings(BaseSettings):
         description="how the quality of every compression is measured: full, fast, or false for only where min_quality "
         "asks; a creation that says quality has its own",
     )
-    tenant_quality: dict[str, Measured] = Field(
+    tenant_quality: Annotated[dict[str, Measured], NoDecode] = Field(
         default_factory=dict, description='the same for single tenants, as JSON: {"law": "full", "logs": false}'
     )
 
@@ -225,11 +229,23 @@ class Settings(BaseSettings):
         text = value.lower() if isinstance(value, str) else value
         return {"true": "fast", "1": "fast", True: "fast", "false": False, "0": False}.get(text, text)
 
+    @field_validator("tenant_quality", mode="before")
+    @classmethod
+    def _of_json(cls, value: Any) -> Any:
+        try:
+            return json.loads(value) if isinstance(value, str) else value
+        except ValueError as error:
+            raise ValueError(f'{value!r:.200} is no JSON; write {{"TENANT": "full"}}') from error
+
     @field_validator("gpu_memory", mode="before")
     @classmethod
     def _in_bytes(cls, value: Any) -> Any:
         """A share up to 1 as it is, and a size in bytes."""
-        return parsed_size(value) if isinstance(value, str) and value[-1:].isalpha() else value
+        if not (isinstance(value, str) and value[-1:].isalpha()):
+            return value
+        if not (size := parsed_size(value)):
+            raise ValueError(f"{value!r:.80} is no size; write a share such as 0.5, or bytes such as 40GiB")
+        return size
 
     @field_validator("gpu_memory")
     @classmethod
@@ -355,14 +371,14 @@ class Settings(BaseSettings):
     def _at_least_the_default(cls, value: float | None, info: ValidationInfo) -> float | None:
         default = info.data.get("default_ttl_s")
         if value is not None and default is not None and default > value:
-            raise ValueError(f"it is less than default_ttl_s, {default:g}")
+            raise ValueError(f"{value:g} is less than default_ttl_s, {default:g}")
         return value
 
     @field_validator("max_held_bytes")
     @classmethod
     def _at_least_two_bodies(cls, value: int, info: ValidationInfo) -> int:
         if value < 2 * info.data.get("max_body_bytes", 0):
-            raise ValueError(f"it is less than two bodies of max_body_bytes, {info.data['max_body_bytes']}")
+            raise ValueError(f"{value} is less than two bodies of max_body_bytes, {info.data['max_body_bytes']}")
         return value
 
     @property
@@ -384,14 +400,23 @@ class Settings(BaseSettings):
 def load_settings(env_file: Path | None = None, **overrides: Any) -> Settings:
     """Settings from a file of variables, overridden by the environment, then by the `overrides` that are not None.
 
-    Raises `InvalidRequest` that names the setting. An unknown `KVSHELF_` variable is refused as a typing error.
+    Raises `InvalidRequest` that names the setting and its value. An unknown `KVSHELF_` variable is refused as a typing
+    error, an empty one of a key file because a service that should have keys would start without.
     """
     settings = {PREFIX + name.upper() for name in Settings.model_fields}
     names = {name for name in os.environ if name.upper().startswith(PREFIX)} - OTHER_VARIABLES
+    values: dict[str, str | None] = {name.upper(): os.environ[name] for name in names}
     if env_file is not None:
         if not env_file.is_file():  # pydantic would ignore this
             raise InvalidRequest(f"there is no file {env_file}", param="env_file")
-        names |= {name.upper() for name in DotEnvSettingsSource(Settings, env_file=env_file).env_vars}
+        try:
+            source = DotEnvSettingsSource(Settings, env_file=env_file, env_ignore_empty=False)
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidRequest(
+                f"the file {env_file} cannot be read ({error}); it has lines NAME=value in UTF-8", param="env_file"
+            ) from error
+        in_file = {name.upper(): value for name, value in source.env_vars.items()}
+        names, values = names | in_file.keys(), in_file | values
     unknown = sorted(name for name in names if name.upper() not in settings)
     if unknown:
         raise InvalidRequest(
@@ -399,12 +424,31 @@ def load_settings(env_file: Path | None = None, **overrides: Any) -> Settings:
             f"{', '.join(sorted(settings))}",
             param=unknown[0],
         )
+    overrides = {name: value for name, value in overrides.items() if value is not None}
+    for name in _KEY_FILES - overrides.keys():
+        if values.get(PREFIX + name.upper()) == "":
+            raise InvalidRequest(
+                f"setting {name}: {PREFIX}{name.upper()} is empty; give the path of the file, or unset the variable to "
+                "go without",
+                param=name,
+            )
     try:
-        return Settings(_env_file=env_file, **{name: value for name, value in overrides.items() if value is not None})
+        return Settings(_env_file=env_file, **overrides)
     except ValidationError as exc:
-        first = exc.errors(include_url=False, include_input=False)[0]
-        name = ".".join(str(part) for part in first["loc"])
-        raise InvalidRequest(f"setting {name}: {first['msg'].removeprefix('Value error, ')}", param=name) from exc
+        raise _refusal(exc) from exc
+
+
+_KEY_FILES = {"encryption_key_file", "erasure_key_file", "api_key_file"}
+
+
+def _refusal(error: ValidationError) -> InvalidRequest:
+    """What is wrong with which setting, its value, and the variable of it. Passwords of URLs are not shown."""
+    first = error.errors(include_url=False)[0]
+    name, message = described(first)
+    if first["type"] == "value_error":  # of a validator above: it says the value, where that is at fault
+        message = first["msg"].removeprefix("Value error, ")
+    variable = PREFIX + str(first["loc"][0]).upper()
+    return InvalidRequest(f"setting {name}: {without_secret(message)} ({variable})", param=name)
 
 
 def _data_folder() -> Path:

@@ -48,11 +48,63 @@ def test_a_file_of_variables_is_read_and_the_environment_wins(monkeypatch: pytes
     assert (settings.port, settings.replicas, settings.models) == (9000, 3, ("three",))
 
 
-@pytest.mark.parametrize("text", [None, "KVSHELF_PROT=9000", "PORT=9000", "KVSHELF_PORT=many"])
+def test_an_empty_variable_is_not_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    keys = {"encryption_key_file", "erasure_key_file", "api_key_file"}
+    for name in Settings.model_fields.keys() - keys:
+        monkeypatch.setenv(f"KVSHELF_{name.upper()}", "")
+    assert load_settings() == Settings(_env_file=None)
+    assert load_settings().port == 8765
+    file = tmp_path / "kvshelf.env"
+    file.write_text("KVSHELF_PORT=9000\nKVSHELF_REPLICAS=\n")
+    assert (load_settings(file).port, load_settings(file).replicas) == (9000, 1)
+
+
+@pytest.mark.parametrize("name", ["encryption_key_file", "erasure_key_file", "api_key_file"])
+def test_an_empty_variable_of_a_key_file_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    file = tmp_path / "kvshelf.env"
+    file.write_text(f"KVSHELF_{name.upper()}=\n")
+    with pytest.raises(InvalidRequest, match=f"KVSHELF_{name.upper()} is empty"):
+        load_settings(file)
+    monkeypatch.setenv(f"KVSHELF_{name.upper()}", "")
+    with pytest.raises(InvalidRequest, match=f"KVSHELF_{name.upper()} is empty"):
+        load_settings()
+    assert getattr(load_settings(**{name: "/keys"}), name) == "/keys"  # the option wins
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("PORT", "many", "setting port: .*valid integer.*; found 'many' \\(KVSHELF_PORT\\)"),
+        ("PORT", "70000", "found '70000'"),
+        ("REPLICAS", "redis://me:hunter2@host", r"found 'redis://\*\*\*@host'"),
+        ("LOG_LEVEL", "loud", "found 'loud'"),
+        ("QUALITY_PROBE", "slow", "setting quality_probe: .*found 'slow'"),
+        ("TENANT_QUALITY", "law=full", "'law=full' is no JSON; write .*\\(KVSHELF_TENANT_QUALITY\\)"),
+        ("TENANT_QUALITY", '{"law": "slow"}', "setting tenant_quality.law: .*found 'slow'"),
+        ("GPU_MEMORY", "much", "'much' is no size"),
+        ("DEVICE", "gpu", "'gpu' is none of .*\\(KVSHELF_DEVICE\\)"),
+    ],
+)
+def test_a_refusal_names_setting_value_and_variable(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, message: str
+) -> None:
+    monkeypatch.setenv(f"KVSHELF_{name}", value)
+    with pytest.raises(InvalidRequest, match=message):
+        load_settings()
+
+
+def test_a_tenant_s_quality_is_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSHELF_TENANT_QUALITY", '{"law": "full", "logs": false}')
+    assert load_settings().tenant_quality == {"law": "full", "logs": False}
+
+
+@pytest.mark.parametrize("text", [None, "KVSHELF_PROT=9000", "KVSHELF_PROT=", "PORT=9000", "KVSHELF_PORT=many", "\udcff"])
 def test_a_file_of_variables_that_makes_no_sense_is_refused(tmp_path: Path, text: str | None) -> None:
     if text is not None:
-        (tmp_path / "kvshelf.env").write_text(text)
-    with pytest.raises(InvalidRequest, match=r"PORT|PROT|port|there is no file"):
+        (tmp_path / "kvshelf.env").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(InvalidRequest, match=r"PORT|PROT|port|there is no file|cannot be read"):
         load_settings(tmp_path / "kvshelf.env")
 
 
@@ -119,6 +171,7 @@ def test_memory_is_planned_of_one_device(device: dict[str, Any]) -> None:
         ("port", 70000),
         ("models", ()),
         ("models", ("a", "a")),
+        ("models[0]", ("",)),
         ("adapters", ("law",)),
         ("adapters", ("law=",)),
         ("adapters", ("law=./a", "law=./b")),
@@ -151,7 +204,7 @@ def test_memory_is_planned_of_one_device(device: dict[str, Any]) -> None:
 )
 def test_bad_settings_are_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        load_settings(**{name: value})
+        load_settings(**{name.partition("[")[0]: value})
     assert refused.value.param == name
 
 
