@@ -13,16 +13,28 @@ from typing import BinaryIO
 
 def partial_of(path: Path) -> Path:
     """The name of a file that `written` has not completed yet."""
-    return path.with_name(path.name + ".partial")
+    file = _target_of(path)
+    return file.with_name(file.name + ".partial")
+
+
+def _target_of(path: Path) -> Path:
+    return path.resolve() if path.is_symlink() else path  # which may lie in a folder whose parents nobody may search
 
 
 @contextmanager
 def written(path: Path, *, private: bool = False) -> Iterator[BinaryIO]:
     """A file that replaces `path` when the block ends without an error: a reader finds the old content or the new.
 
-    The new content is durable then. private: only its owner may read it, and several processes may write it at once.
-    Raises `OSError`; then the old content is still there, unless the disk failed at the very last step.
+    The new content is durable then. A link at `path` stays, and the file is replaced that it leads to. private: only its
+    owner may read it, and several processes may write it at once.
+    Raises `OSError`; then the old content is still there, unless the disk failed at the very last step. What is no
+    regular file is refused: root would replace /dev/stdout for the whole machine.
     """
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is a device or a pipe; give the name of a file", str(path))
+    path = _target_of(path)
     if private:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
         partial, file = Path(name), os.fdopen(handle, "wb")

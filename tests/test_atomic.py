@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,32 @@ def test_an_error_leaves_the_old_content_and_nothing_else(tmp_path: Path, privat
     assert list(tmp_path.iterdir()) == [path]
     assert not partial_of(path).exists()
     assert not private or path.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_a_link_stays_and_its_file_is_replaced(tmp_path: Path, private: bool) -> None:
+    (tmp_path / "there").mkdir()
+    target, link = tmp_path / "there" / "file", tmp_path / "link"
+    link.symlink_to(target)
+    for content in (b"old", b"new"):
+        with written(link, private=private) as file:
+            file.write(content)
+            assert private or partial_of(link).exists()
+        assert link.is_symlink()
+        assert target.read_bytes() == content
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_what_is_no_file_is_refused_and_stays(tmp_path: Path, private: bool) -> None:
+    pipe, link = tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    link.symlink_to(pipe)
+    for path in (pipe, link, tmp_path):
+        with pytest.raises(OSError, match="a device or a pipe|Is a directory"), written(path, private=private):
+            pytest.fail("no work is done for it")
+    assert pipe.is_fifo()
+    assert link.is_symlink()
+    assert sorted(tmp_path.iterdir()) == [link, pipe]
 
 
 def test_a_folder_that_may_be_written_but_not_read_is_enough(tmp_path: Path) -> None:

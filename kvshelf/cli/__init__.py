@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
 from importlib.util import find_spec
@@ -84,6 +85,7 @@ if find_spec("kvshelf_bench"):  # by its name: a package beside this one, which 
 
 def main() -> None:
     """The entry point of `kvshelf`. An error that a command did not catch gets the usual message and exit code."""
+    sys.stdin = sys.stdin or open(os.devnull)  # closed, as some starters of programs do
     try:
         app(prog_name="kvshelf")
     except KvshelfError as error:

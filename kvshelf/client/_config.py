@@ -92,6 +92,12 @@ class Connection:
     ) -> Connection:
         """`url` falls back to KVSHELF_URL and the local default port, `api_key` to KVSHELF_API_KEY; "" is no key."""
         key = os.environ.get("KVSHELF_API_KEY") if api_key is None else api_key
+        if key and not (key.isascii() and key.isprintable()):  # not shown: it is a secret
+            raise InvalidRequest(
+                "the API key has a line break or another character that no key has; give it as `kvshelf keys create` "
+                "printed it (KVSHELF_API_KEY, api_key)",
+                param="api_key",
+            )
         return cls(
             base_url=_parse_url(url or os.environ.get("KVSHELF_URL") or DEFAULT_URL),
             headers={"authorization": f"Bearer {key}"} if key else {},

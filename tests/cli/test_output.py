@@ -89,6 +89,20 @@ def test_every_control_character(char: str) -> None:
     assert (shown == f"a{char}b") == (char in "\t\n\xa0")
 
 
+def test_a_name_with_a_line_break_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    stdout = written_to(monkeypatch)
+    _common.print_table(_common.table(("ID", "NAME"), [("kvs_1", "a\nkvs_2  b\tc")]))
+    assert stdout.text().splitlines()[1:] == [r"kvs_1  a\nkvs_2  b\tc"]
+
+
+def test_a_closed_standard_input_is_empty() -> None:
+    command = [sys.executable, "-m", "kvshelf", "put", "-"]
+    done = subprocess.run(["sh", "-c", '"$@" <&-', "sh", *command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "standard input is empty" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_every_command_writes_through_one_module() -> None:
     for path in CLI.rglob("*.py"):
         if path.parent.name == "output":

@@ -314,6 +314,16 @@ def test_the_key_goes_into_the_header(call: Callable[..., Any], monkeypatch: pyt
     assert keys == ["Bearer from-the-environment", "Bearer given", None]
 
 
+@pytest.mark.parametrize("key", ["kvsk_1\n", "kvsk_1\r", "ключ", "kvsk_\x00"])
+def test_what_is_no_key_is_refused_and_not_shown(call: Callable[..., Any], key: str) -> None:
+    service = Script()
+    with pytest.raises(errors.InvalidRequest, match="the API key has") as refused:
+        call(service, retrieve, api_key=key)
+    assert refused.value.param == "api_key"
+    assert key.strip() not in str(refused.value)
+    assert not service.requests
+
+
 @pytest.mark.parametrize(
     ("use", "param"),
     [

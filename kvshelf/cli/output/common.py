@@ -66,12 +66,13 @@ def _has_width() -> bool:
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Collection[int] = ()) -> Table:
-    """A table without lines; the columns `numbers` are aligned right. Cells are never wrapped."""
+    """A table without lines; the columns `numbers` are aligned right. Cells are never wrapped: a name with a line break
+    would look like a row."""
     grid = Table(box=None, header_style="bold", pad_edge=False)
     for place, heading in enumerate(headings):
         grid.add_column(heading, justify="right" if place in numbers else "left", no_wrap=True)
     for row in rows:
-        grid.add_row(*map(harmless, row))
+        grid.add_row(*(harmless(cell).replace("\n", "\\n").replace("\t", "\\t") for cell in row))
     return grid
 
 
