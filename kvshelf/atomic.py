@@ -25,8 +25,8 @@ def _target_of(path: Path) -> Path:
 def written(path: Path, *, private: bool = False) -> Iterator[BinaryIO]:
     """A file that replaces `path` when the block ends without an error: a reader finds the old content or the new.
 
-    The new content is durable then. A link at `path` stays, and the file is replaced that it leads to. private: only its
-    owner may read it, and several processes may write it at once.
+    The new content is durable then. A link at `path` stays, and the file is replaced that it leads to. private: only
+    its owner may read it, and several processes may write it at once.
     Raises `OSError`; then the old content is still there, unless the disk failed at the very last step. What is no
     regular file is refused: root would replace /dev/stdout for the whole machine.
     """

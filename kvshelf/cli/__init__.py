@@ -85,7 +85,7 @@ if find_spec("kvshelf_bench"):  # by its name: a package beside this one, which 
 
 def main() -> None:
     """The entry point of `kvshelf`. An error that a command did not catch gets the usual message and exit code."""
-    sys.stdin = sys.stdin or open(os.devnull)  # closed, as some starters of programs do
+    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115 - some starters of programs close it
     try:
         app(prog_name="kvshelf")
     except KvshelfError as error:

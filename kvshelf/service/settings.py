@@ -50,8 +50,8 @@ Seconds = Annotated[float, Field(gt=0, le=30 * 86400)]
 class Settings(BaseSettings):
     """All settings of `kvshelf serve`. The suffix `_s` means seconds, `_bytes` bytes.
 
-    The environment variable of a setting is `KVSHELF_` and its name in capitals; lists are separated by commas. An empty
-    variable is one that is not set.
+    The environment variable of a setting is `KVSHELF_` and its name in capitals; lists are separated by commas. An
+    empty variable is one that is not set.
     """
 
     model_config = SettingsConfigDict(

@@ -183,12 +183,19 @@ def test_everything_of_a_subject_is_erased_in_a_store(cache: CompressedCache, tm
     shown = run("erase", *subject, "--dry-run")
     assert [each["id"] for each in json.loads(shown.stdout)["erased"]][-1] == mine
     assert shown.stderr.startswith("would go: 1 of cache, 1 of source")
+    for unwritable in (tmp_path, tmp_path / "nowhere" / "receipt.json"):
+        assert "cannot write" in run("erase", *subject, "--output", unwritable, code=2).stderr
+    with open_store(url) as store:
+        assert store.stat(mine).id == mine
     run("erase", *subject, "--output", out)
     receipt = json.loads(out.read_text())
     assert (receipt["status"], receipt["counts"]) == ("completed", {"source": 1, "cache": 1})
     assert run("verify-receipt", out).stdout == "the digest is right; the receipt is not signed\n"
     out.write_text(out.read_text().replace('"counts":{', '"counts":{"file":1,'))
     assert "the receipt was changed" in run("verify-receipt", out, code=2).stderr
+    (tmp_path / "text").write_text("no receipt")
+    refused = run("verify-receipt", tmp_path / "text", code=2).stderr
+    assert refused == f"kvshelf: {tmp_path}/text is no receipt of an erasure\n"
     assert not any(b"the aster" in path.read_bytes() for path in (tmp_path / "home").rglob("*") if path.is_file())
     with open_store(url) as store:
         assert store.source(yours, tenant="acme") == "the iris"

@@ -60,9 +60,7 @@ def test_an_empty_variable_is_not_set(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 @pytest.mark.parametrize("name", ["encryption_key_file", "erasure_key_file", "api_key_file"])
-def test_an_empty_variable_of_a_key_file_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
-) -> None:
+def test_an_empty_variable_of_a_key_file_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
     file = tmp_path / "kvshelf.env"
     file.write_text(f"KVSHELF_{name.upper()}=\n")
     with pytest.raises(InvalidRequest, match=f"KVSHELF_{name.upper()} is empty"):
@@ -100,7 +98,9 @@ def test_a_tenant_s_quality_is_json(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_settings().tenant_quality == {"law": "full", "logs": False}
 
 
-@pytest.mark.parametrize("text", [None, "KVSHELF_PROT=9000", "KVSHELF_PROT=", "PORT=9000", "KVSHELF_PORT=many", "\udcff"])
+@pytest.mark.parametrize(
+    "text", [None, "KVSHELF_PROT=9000", "KVSHELF_PROT=", "PORT=9000", "KVSHELF_PORT=many", "\udcff"]
+)
 def test_a_file_of_variables_that_makes_no_sense_is_refused(tmp_path: Path, text: str | None) -> None:
     if text is not None:
         (tmp_path / "kvshelf.env").write_bytes(text.encode(errors="surrogateescape"))

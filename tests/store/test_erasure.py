@@ -71,6 +71,19 @@ def test_everything_of_a_subject_goes(place: Place, clock: Clock) -> None:
         assert shelf.check() == []
 
 
+def test_what_came_back_and_went_again_is_in_the_receipt_with_its_time(place: Place, clock: Clock) -> None:
+    with place.open(now=clock) as shelf:
+        shelf.put(make_cache(5), labels=ME.labels)
+        assert shelf.erase(ME).completed_at == clock.time
+        clock.time += 60
+        shelf.put(make_cache(5), labels=ME.labels)
+        again = shelf.erase(ME)
+        assert again.erased[0].erased_at == clock.time
+        assert (again.completed_at, again.counts) == (clock.time, {"cache": 1})
+        clock.time += 60
+        assert shelf.erase(ME) == again
+
+
 def test_everything_of_a_tenant_goes(place: Place, clock: Clock) -> None:
     with place.open(now=clock) as shelf:
         yours = shelf.put(make_cache(9), source="the lily", tenant="you").id

@@ -153,7 +153,10 @@ def certify(
         from kvshelf.engine.certify.certificate import require_enough, require_mixed
         from kvshelf.engine.certify.grading import default_ways
         from kvshelf.engine.engine import Engine
+        from kvshelf.model.calibration import require_writable
 
+        if bound.output is not None:
+            require_writable(bound.output)
         rows = list(_rows(file))
         about = _about(file, name, bound, rows)
         of_service = bound.output is None or any(row.cache_id is not None for row in rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -51,24 +52,33 @@ def erase(
             "say what is to be erased: --label subject=X, --name NAME, or --tenant NAME for everything of it",
             param="--label",
         )
-    if store is None:
-        receipt = _by_service(url, fields)
-    else:
-        with stores.opened(store, encryption_key_file) as shelf:
-            from kvshelf.store.erasure.eraser import Subject
-            from kvshelf.store.erasure.signing import Signer, sealed
-
-            signer = None if erasure_key_file is None else Signer.read(erasure_key_file)
-            tenant, labels = fields["tenant"] or _TENANT, fields["labels"] or {}
-            subject = Subject(tenant=tenant, labels=labels, name=fields["name"])
-            receipt = sealed(shelf.erase(subject, dry_run=bool(fields["dry_run"])), signer)
+    with ExitStack() as stack:
+        # Before anything goes: a receipt that cannot be written is refused, and not lost.
+        file = None if output is None else stack.enter_context(common.written(output))
+        if store is None:
+            receipt = _by_service(url, fields)
+        else:
+            receipt = _in_store(store, encryption_key_file, erasure_key_file, fields)
+        if file is not None:
+            file.write(receipt.model_dump_json().encode())
     if output is None:
         say_json(receipt)
     else:
-        with common.written(output) as file:
-            file.write(receipt.model_dump_json().encode())
         say(output)
     common.notes.print(_describe(receipt), soft_wrap=True)
+
+
+def _in_store(
+    store: str, encryption_key_file: Path | None, erasure_key_file: Path | None, fields: Mapping[str, Any]
+) -> Erasure:
+    with stores.opened(store, encryption_key_file) as shelf:
+        from kvshelf.store.erasure.eraser import Subject
+        from kvshelf.store.erasure.signing import Signer, sealed
+
+        signer = None if erasure_key_file is None else Signer.read(erasure_key_file)
+        tenant, labels = fields["tenant"] or _TENANT, fields["labels"] or {}
+        subject = Subject(tenant=tenant, labels=labels, name=fields["name"])
+        return sealed(shelf.erase(subject, dry_run=bool(fields["dry_run"])), signer)
 
 
 def _by_service(url: str | None, fields: Mapping[str, Any]) -> Erasure:
@@ -104,6 +114,8 @@ def verify_receipt(
 
         try:
             receipt = Erasure.model_validate_json(file.read_bytes())
-        except (OSError, ValueError) as error:
-            raise InvalidRequest(f"{file} is no receipt: {error}", param="FILE") from error
+        except OSError as error:
+            raise InvalidRequest(f"cannot read {file}: {error.strerror}", param="FILE") from error
+        except ValueError as error:
+            raise InvalidRequest(f"{file} is no receipt of an erasure", param="FILE") from error
         say(verify(receipt, public_key))

@@ -13,6 +13,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from kvshelf.api.strict import described
 from kvshelf.errors import InvalidRequest, Unauthorized
 from kvshelf.store.private import locked, read_private, refused, write_private
 
@@ -114,8 +115,8 @@ class KeyFile:
                 expires_at=None if ttl_s is None else now + ttl_s,
             )
         except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            raise InvalidRequest(f"{first['loc'][0]}: {first['msg']}", param=str(first["loc"][0])) from error
+            first = error.errors(include_url=False)[0]
+            raise InvalidRequest(f"{first['loc'][0]}: {described(first)[1]}", param=str(first["loc"][0])) from error
         with locked(self.path, param=PARAM):
             records = self.read() if self.path.exists() else ()
             self._write((*records, record))

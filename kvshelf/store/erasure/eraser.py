@@ -111,12 +111,14 @@ class Eraser:
             self.metering.bar_names(subject.tenant, days, None if subject.all else subject.labels.values())
             stays, ended = self._work(subject, item.id, term, limit_s)
             record = record.with_stays(stays)
-            if ended and not record.completed_at:
+            things = list(self._recorded(item.id).values())
+            # Later than that of an earlier call, where something had come back since.
+            last = max((thing.erased_at or 0.0 for thing in things), default=0.0)
+            if ended and (record.completed_at is None or record.completed_at < last):
                 record = record.model_copy(update={"completed_at": self.now()})
             due = self.now() + (RECORD_S if ended else _OPEN_S)
             changed = replace(item, text=record.model_dump_json(), open=not ended, due=due)
             self.index.jobs.change(changed, term=term, release=True)
-            things = list(self._recorded(item.id).values())
             return self._receipt(subject, record, things, "completed" if ended else "in_progress")
         finally:
             self.index.jobs.release(item.id, term)

@@ -130,6 +130,8 @@ def test_what_no_key_can_be_for_is_refused(file: KeyFile, tenant: str, scopes: l
     with pytest.raises(InvalidRequest) as refused:
         file.create(tenant, scopes)
     assert refused.value.param in ("tenant", "scopes")
+    assert refused.value.message.startswith(f"{refused.value.param}: ")
+    assert ("found 'root'" in refused.value.message) == (scopes == ["root"])
     assert not file.path.exists()
 
 
