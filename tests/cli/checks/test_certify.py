@@ -105,6 +105,12 @@ def test_bad_files_are_refused_before_any_work(line: str, told: str, tmp_path: P
     assert not (tmp_path / "own.json").exists()
 
 
+def test_a_certificate_that_cannot_be_written_is_refused_before_any_work(tmp_path: Path) -> None:
+    code, told = run(tmp_path / "not read", "--output", str(tmp_path))
+    assert code == 2
+    assert f"{tmp_path} is a folder" in told
+
+
 def test_sorted_rows_and_rows_without_their_label_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "asked.jsonl"
     lines = [json.dumps({"context": "word " * (at + 1) + str(at), "question": "q"}) for at in range(30)]
