@@ -401,7 +401,7 @@ def load_settings(env_file: Path | None = None, **overrides: Any) -> Settings:
     """Settings from a file of variables, overridden by the environment, then by the `overrides` that are not None.
 
     Raises `InvalidRequest` that names the setting and its value. An unknown `KVSHELF_` variable is refused as a typing
-    error, an empty one of a key file because a service that should have keys would start without.
+    error, and an empty one of the store or a key file: the service would start on another shelf, or without keys.
     """
     settings = {PREFIX + name.upper() for name in Settings.model_fields}
     names = {name for name in os.environ if name.upper().startswith(PREFIX)} - OTHER_VARIABLES
@@ -425,12 +425,10 @@ def load_settings(env_file: Path | None = None, **overrides: Any) -> Settings:
             param=unknown[0],
         )
     overrides = {name: value for name, value in overrides.items() if value is not None}
-    for name in _KEY_FILES - overrides.keys():
-        if values.get(PREFIX + name.upper()) == "":
+    for name in _NEVER_EMPTY - overrides.keys():
+        if values.get(variable := PREFIX + name.upper()) == "":
             raise InvalidRequest(
-                f"setting {name}: {PREFIX}{name.upper()} is empty; give the path of the file, or unset the variable to "
-                "go without",
-                param=name,
+                f"setting {name}: {variable} is empty; give it a value, or unset the variable to go without", param=name
             )
     try:
         return Settings(_env_file=env_file, **overrides)
@@ -438,7 +436,7 @@ def load_settings(env_file: Path | None = None, **overrides: Any) -> Settings:
         raise _refusal(exc) from exc
 
 
-_KEY_FILES = {"encryption_key_file", "erasure_key_file", "api_key_file"}
+_NEVER_EMPTY = {"store", "encryption_key_file", "erasure_key_file", "api_key_file"}
 
 
 def _refusal(error: ValidationError) -> InvalidRequest:

@@ -49,8 +49,8 @@ def test_a_file_of_variables_is_read_and_the_environment_wins(monkeypatch: pytes
 
 
 def test_an_empty_variable_is_not_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    keys = {"encryption_key_file", "erasure_key_file", "api_key_file"}
-    for name in Settings.model_fields.keys() - keys:
+    refused = {"store", "encryption_key_file", "erasure_key_file", "api_key_file"}
+    for name in Settings.model_fields.keys() - refused:
         monkeypatch.setenv(f"KVSHELF_{name.upper()}", "")
     assert load_settings() == Settings(_env_file=None)
     assert load_settings().port == 8765
@@ -59,8 +59,10 @@ def test_an_empty_variable_is_not_set(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert (load_settings(file).port, load_settings(file).replicas) == (9000, 1)
 
 
-@pytest.mark.parametrize("name", ["encryption_key_file", "erasure_key_file", "api_key_file"])
-def test_an_empty_variable_of_a_key_file_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["store", "encryption_key_file", "erasure_key_file", "api_key_file"])
+def test_an_empty_variable_of_the_store_or_a_key_file_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
     file = tmp_path / "kvshelf.env"
     file.write_text(f"KVSHELF_{name.upper()}=\n")
     with pytest.raises(InvalidRequest, match=f"KVSHELF_{name.upper()} is empty"):
