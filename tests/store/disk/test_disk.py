@@ -470,3 +470,19 @@ def test_file_names_say_nothing_of_what_the_caller_wrote(store: DiskStore, home:
     (file,) = blob_files(home)
     assert file.name.startswith(store.cache_id(make_cache().identity, tenant="../tenant").removeprefix("kvs_"))
     assert "name" not in file.name
+
+
+def test_a_closed_shelf_does_nothing_in_the_folder_of_another(home: Path, tmp_path: Path) -> None:
+    """The other one's descriptors have the numbers of those that were closed."""
+    closed = DiskStore.open(home)
+    closed.close()
+    with DiskStore.open(tmp_path / "other") as store:
+        kept = store.put(make_cache())
+        for file in blob_files(tmp_path / "other"):
+            os.utime(file, (0, 1))
+        closed.close()
+        for call in (closed.sweep, lambda: closed.put(make_cache(1))):
+            with pytest.raises(StoreUnavailable, match="was closed; open it again"):
+                call()
+        store.get(kept.id)
+        assert len(blob_files(tmp_path / "other")) == 1
