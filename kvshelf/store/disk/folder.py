@@ -133,7 +133,9 @@ class Folder(Blobs):
 
     def close(self) -> None:
         folders = {self._blobs, self._quarantine} - {_CLOSED}
-        self._blobs = self._quarantine = _CLOSED  # the kernel gives their numbers to the next files, of other shelves, too
+        self._blobs = self._quarantine = (
+            _CLOSED  # the kernel gives their numbers to the next files, of other shelves, too
+        )
         for folder in folders:
             os.close(folder)
 

@@ -93,6 +93,12 @@ def test_a_restart_finds_everything(home: Path) -> None:
             store.get(deleted.id)
 
 
+@pytest.mark.parametrize("wrong", [None, b"a blob", "kvs_1"])
+def test_what_is_no_cache_is_not_put(store: DiskStore, wrong: Any) -> None:
+    with pytest.raises(InvalidRequest, match="no CompressedCache"):
+        store.put(wrong)
+
+
 def test_putting_twice_writes_once(store: DiskStore, home: Path) -> None:
     first = store.put(make_cache(), labels={"a": "b"})
     files = [(path.name, path.stat().st_mtime_ns) for path in blob_files(home)]
@@ -310,6 +316,7 @@ def test_update_changes_what_it_is_given_and_nothing_else(store: DiskStore, cloc
         ("name", "zero \0"),
         ("tenant", ""),
         ("codec", "int3"),
+        ("pinned", "false"),
     ],
 )
 def test_text_that_cannot_be_kept_is_refused(store: DiskStore, home: Path, field: str, value: Any) -> None:
