@@ -39,10 +39,7 @@ class ModelFacts:
         ranks: SharedModel | None = None,
     ) -> None:
         """Raises as `loading.require_attachable`, and `InvalidRequest` for what is no model."""
-        if not isinstance(model, Module):
-            raise InvalidRequest(
-                f"{model!r:.80} is no model of transformers; Engine.load loads one by its name", param="model"
-            )
+        _require_model(model)
         models.require_attachable(model)
         self.model = model
         self.text = TextFormat(tokenizer) if tokenizer is not None else None
@@ -106,3 +103,8 @@ class ModelFacts:
         ends.append(None if self.text is None else self.text.end_id)
         lists = ([end] if isinstance(end, int) else end or () for end in ends)
         return frozenset(end for of_one in lists for end in of_one)
+
+
+def _require_model(model: object) -> None:
+    if not isinstance(model, Module):
+        raise InvalidRequest(f"{model!r:.80} is no model of transformers; Engine.load loads one by name", param="model")
