@@ -133,9 +133,8 @@ class Folder(Blobs):
 
     def close(self) -> None:
         folders = {self._blobs, self._quarantine} - {_CLOSED}
-        self._blobs = self._quarantine = (
-            _CLOSED  # the kernel gives their numbers to the next files, of other shelves, too
-        )
+        # The kernel gives their numbers to the next files that are opened, those of other shelves among them.
+        self._blobs = self._quarantine = _CLOSED
         for folder in folders:
             os.close(folder)
 
