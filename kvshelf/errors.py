@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 def nearest(name: str, names: Iterable[str]) -> str:
     """The end of a message about a wrong name: " (did you mean 'keydiff'?)" where one of `names` is near, else ""."""
     by_letters = {known.lower(): known for known in names}
-    matches = get_close_matches(name[:64].lower(), by_letters, n=1)  # it takes time in proportion to both lengths
+    matches = get_close_matches(str(name)[:64].lower(), by_letters, n=1)  # it takes time in proportion to both lengths
     return f" (did you mean {by_letters[matches[0]]!r}?)" if matches else ""
 
 

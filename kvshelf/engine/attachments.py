@@ -45,11 +45,13 @@ class Attachments:
 
     def require_own(self, cache: CompressedCache | ArrivingCache | PartialCache) -> None:
         """Raises `ModelMismatch` for a cache of another model, `BlobError` for one that this model cannot have made."""
+        _require_cache(cache)
         self.readable.require_own(cache.identity.model)
         self.require_readable(cache)
 
     def require_readable(self, cache: CompressedCache | ArrivingCache | PartialCache) -> None:
         """As `require_own`, but a cache of a linked model is no other's."""
+        _require_cache(cache)
         self.readable.require_match(cache.identity.model)
         cache.shape.require_bounds(self._facts.identity)
         cache.shape.require_layers(
@@ -60,6 +62,7 @@ class Attachments:
         """`cache` as the model's layers read it. Any number of questions may share it, also concurrently. A coded
         `CompressedCache` stays in memory beside its plain rows as long as its caller refers to it; an `ArrivingCache`
         does not. Raises as `require_readable` and `Coders.decoder_of`."""
+        _require_cache(cache)
         attachment = self._of_caches.get(cache)
         if attachment is None or attachment.failed:
             self.require_readable(cache)
@@ -146,3 +149,12 @@ class Attachments:
         require_possible(Combination(facts=self._facts, verb="export", cache=plain))
         past = export(plain, positions, rope=self._facts.rope, config=model.config)
         return past if own_class(model) is None else cache_class(Cache, model)(layers=past.layers)
+
+
+def _require_cache(cache: object) -> None:
+    if not isinstance(cache, CompressedCache | ArrivingCache | PartialCache):
+        raise InvalidRequest(
+            f"{type(cache).__name__} is no cache; CompressedCache.from_bytes reads a blob, and a store gets a cache by "
+            "its id",
+            param="cache",
+        )

@@ -57,9 +57,9 @@ class Engine:
     codec klt, `attachments`, `asker`, `turns` of conversations and `searcher`. Each is made of the model's `facts` and
     `passes`.
 
-    One thread owns the model; only `prepare`, `prepare_append`, `encode_document`, `encode_query`, `attach`, `joined`,
-    `select`, `bound` and `start` are thread-safe. The model keeps its own attention function; a call selects kvshelf's
-    while it runs.
+    All methods here may be called by several threads: those that run the model take turns. One thread owns the model
+    in a block of `attached`, and where a `batch` or the attributes are used. The model keeps its own attention
+    function; a call selects kvshelf's while it runs.
     """
 
     _coders: ClassVar = Coders
@@ -91,8 +91,9 @@ class Engine:
         self.compressor = self._compressor(passes, *fitting, self.coders, self.attachments, self.searcher)
         self.asker = self._asker(passes, *fitting, self.attachments)
         self.turns = Turns(facts, self.encoder, self.compressor)
-        self.driver = threading.Lock()
-        """Locked by a thread that runs the model for others: two threads in one model corrupt its memory."""
+        self.driver, self._turn = threading.Lock(), threading.RLock()
+        """Two threads in one model corrupt its memory. The first is locked by one that runs it for others, the second
+        by each method that runs it."""
 
     @classmethod
     def load(
@@ -154,7 +155,7 @@ class Engine:
         """Check and tokenize a document that `prepare` is given more than once, or check one that is encoded. date:
         that a chat template writes which writes the date, as YYYY-MM-DD; "": today. protect: rules of
         `api.options.Protecting`, also as blocks of text, `{"text": ..., "protect": True}`, beside which images stand
-        (docs/internals/images.md). Thread-safe. Raises as `prepare` does."""
+        (docs/internals/images.md). Raises as `prepare` does."""
         return self.encoder.document(document, layout, date, chat_template_kwargs, protect)
 
     def prepare(
@@ -166,7 +167,7 @@ class Engine:
         protect: Rules = (),
         **options: Unpack[CompressFields],
     ) -> Job:
-        """Check and tokenize; no work of the model. Thread-safe.
+        """Check and tokenize; no work of the model.
 
         `compression_ratio` is the fraction removed, `budget_tokens` the entries kept per KV head; give at most one
         (default: half is removed). Without a policy, `keydiff` for these and for parameters, otherwise `full`, which
@@ -203,21 +204,21 @@ class Engine:
         """`cache` with more appended to its document, see `prepare_append`; `cache` itself stays as it is."""
         options = CompressOptions(policy, compression_ratio, budget_tokens, policy_params, expected_questions)
         level = self.compressor.level(self.compressor.prepare_append(cache, more, options, protect))
-        return self.compressor.prefill([level]).compressions[0].cache
+        with self._turn:
+            return self.compressor.prefill([level]).compressions[0].cache
 
     def prepare_append(
         self, cache: CompressedCache, more: Document | EncodedDocument, protect: Rules = (), **options: Any
     ) -> Job:
-        """Check and tokenize what is to be appended to a cache: see `Compressor.prepare_append`. Thread-safe."""
+        """Check and tokenize what is to be appended to a cache: see `Compressor.prepare_append`."""
         return self.compressor.prepare_append(cache, more, CompressOptions(**options), protect)
 
     def run(self, job: Job, *, checkpoint: Checkpoint | None = None) -> Compression:
         """Prefill the document and reduce each layer as soon as its attention is done: in one pass, or chunk by chunk
-        where the policy asks for it.
-
-        `checkpoint` is called between layers. It may raise to end the work, and run a step of a `Generation` meanwhile.
-        """
-        return self.compressor.prefill([Level(job)], checkpoint=checkpoint).compressions[0]
+        where the policy asks for it. `checkpoint` is called between layers. It may raise to end the work, and run a
+        step of a `Generation` meanwhile."""
+        with self._turn:
+            return self.compressor.prefill([Level(job)], checkpoint=checkpoint).compressions[0]
 
     def run_levels(
         self,
@@ -228,7 +229,8 @@ class Engine:
         progress: Progress | None = None,
     ) -> list[Compression]:
         """Compress one document at several levels and measure the quality of each: see `Compressor.levels`."""
-        return self.compressor.levels(levels, cues=cues, checkpoint=checkpoint, progress=progress)
+        with self._turn:
+            return self.compressor.levels(levels, cues=cues, checkpoint=checkpoint, progress=progress)
 
     def probe(self, job: Job, cues: int = CUES) -> Probe | None:
         """The probe that measures the quality of a document's caches: see `Compressor.probe`."""
@@ -248,23 +250,20 @@ class Engine:
         return self.attachments.attached(cache)
 
     def export(self, cache: CompressedCache, positions: Positions = "contiguous") -> DynamicCache:
-        """`cache` as a plain transformers `DynamicCache`, batch 1, for code that runs without kvshelf's attention: see
-        `Attachments.exported`."""
+        """`cache` as a plain transformers `DynamicCache`, without kvshelf's attention: see `Attachments.exported`."""
         return self.attachments.exported(cache, positions)
 
     def attach(self, cache: CompressedCache | ArrivingCache) -> Attachment:
-        """`cache` as the model's layers read it. Any number of questions may share it, also concurrently.
-
-        Raises `ModelMismatch` for a cache of another model, `BlobError` for one that this model cannot have made.
-        """
+        """`cache` as the model's layers read it. Any number of questions may share it, also concurrently. Raises
+        `ModelMismatch` for a cache of another model, `BlobError` for one that this model cannot have made."""
         return self.attachments.of(cache)
 
     def joined(self, documents: Sequence[Attachment]) -> Attached:
-        """Several documents for one question, whose tokens see all of each: see `Attachments.joined`. Thread-safe."""
+        """Several documents for one question, whose tokens see all of each: see `Attachments.joined`."""
         return self.attachments.joined(documents)
 
     def encode_query(self, cache: CompressedCache | Attached, prompt: Prompt) -> list[int]:
-        """Token ids that ask `prompt` (a text, messages, or ids as they are) after this cache. Thread-safe."""
+        """Token ids that ask `prompt` (a text, messages, or ids as they are) after this cache."""
         return self.encoder.behind(cache.identity, prompt)
 
     def prompt(self, cache: CompressedCache, prompt: Prompt, document: Document | None = None) -> BuiltPrompt:
@@ -304,14 +303,14 @@ class Engine:
         passages: bool = False,
         reducer: SuffixReducer | None = None,
     ) -> Generation:
-        """Begin an answer to the token ids `query`, which a `batch` runs: see `Asker.start`. Thread-safe."""
+        """Begin an answer to the token ids `query`, which a `batch` runs: see `Asker.start`."""
         document = cache if isinstance(cache, Attached) else self.attach(cache)
         return self.asker.start(document, query, sampling or Sampling(), selection, passages=passages, reducer=reducer)
 
     def bound(
         self, policy: str, *, question_tokens: int, document: Attached | None = None, **fields: Unpack[BoundFields]
     ) -> SuffixReducer:
-        """Bounds the keys and values of one question and its answer: see `Asker.reducer`. Thread-safe."""
+        """Bounds the keys and values of one question and its answer: see `Asker.reducer`."""
         suffix: dict[str, Any] = {"policy": policy, "scope": "suffix" if document is None else "cache", **fields}
         return self.asker.reducer(SuffixOptions.model_construct(**suffix), question_tokens, document)
 
@@ -324,7 +323,7 @@ class Engine:
         tokens: int | None = None,
         params: Mapping[str, Any] | None = None,
     ) -> Selection | None:
-        """The entries that one answer reads of a document; None: all. See `Asker.selection`. Thread-safe."""
+        """The entries that one answer reads of a document; None: all. See `Asker.selection`."""
         select = Select.model_construct(method=method, tokens=tokens, params=dict(params or {}))
         return self.asker.selection(document, select, question_tokens)
 
@@ -339,12 +338,12 @@ class Engine:
         `params` (see `Engine.bound`). shape: what the answer must be, as one of `response_format`, `grammar` and
         `choices` (see `Grammar.of`). logprobs: how many of the likeliest tokens to tell at each place, with the
         logarithm of each token's probability. route: which of several answer, as of `Asker.answer`."""
-        return self.asker.answer(cache, prompt, route, AnswerOptions.of(**options))
+        with self._turn:
+            return self.asker.answer(cache, prompt, route, AnswerOptions.of(**options))
 
     def answer_all(self, asked: Sequence[tuple[Caches, Prompt]], **options: Unpack[AnswerFields]) -> list[Answer]:
-        """Answer every prompt from its cache, with one forward pass per token for all. In the order of `asked`.
-
-        The options are those of `answer`. Keys and values of all questions and answers are in memory at once, 1 to 2
-        times `kv_bytes_per_token` for each token, or for each entry of the budget of `suffix`. Raises the first error.
-        """
-        return self.asker.answers(asked, AnswerOptions.of(**options))
+        """Answer every prompt from its cache, with one forward pass per token for all. In the order of `asked`. The
+        options are those of `answer`. Keys and values of all questions and answers are in memory at once, 1 to 2 times
+        `kv_bytes_per_token` for each token, or for each entry of the budget of `suffix`. Raises the first error."""
+        with self._turn:
+            return self.asker.answers(asked, AnswerOptions.of(**options))

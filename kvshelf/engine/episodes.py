@@ -94,7 +94,7 @@ def _utterances(document: Document, count: int) -> list[str]:
     """The contents of messages. A text is cut at blank lines; where this gives less than `count` windows, into
     sentences."""
     if not isinstance(document, str):
-        if not all(isinstance(message, Mapping) for message in document):
+        if not isinstance(document, Sequence) or not all(isinstance(message, Mapping) for message in document):
             raise InvalidRequest(
                 "episodes are found in a text or in messages; token ids have neither", param="episodes"
             )

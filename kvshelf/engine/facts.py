@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from torch.nn import Module
+
 from kvshelf.engine.ranks import SharedModel
+from kvshelf.errors import InvalidRequest
 from kvshelf.model import loading as models
 from kvshelf.model.images import ImageEncoder
 from kvshelf.model.layers import layer_kinds
@@ -35,7 +38,8 @@ class ModelFacts:
         name: str | None = None,
         ranks: SharedModel | None = None,
     ) -> None:
-        """Raises as `loading.require_attachable`."""
+        """Raises as `loading.require_attachable`, and `InvalidRequest` for what is no model."""
+        _require_model(model)
         models.require_attachable(model)
         self.model = model
         self.text = TextFormat(tokenizer) if tokenizer is not None else None
@@ -99,3 +103,8 @@ class ModelFacts:
         ends.append(None if self.text is None else self.text.end_id)
         lists = ([end] if isinstance(end, int) else end or () for end in ends)
         return frozenset(end for of_one in lists for end in of_one)
+
+
+def _require_model(model: object) -> None:
+    if not isinstance(model, Module):
+        raise InvalidRequest(f"{model!r:.80} is no model of transformers; Engine.load loads one by name", param="model")

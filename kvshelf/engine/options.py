@@ -56,7 +56,9 @@ class CompressOptions:
         """The policy. default: its name where none is named; "": as of a document by itself. Raises `InvalidRequest`,
         also for a size or questions that it does not take."""
         params = dict(self.policy_params or {})
-        name = self.policy or default or default_policy({**self.sizes, "policy_params": params})
+        name = self.policy
+        if name is None:
+            name = default or default_policy({**self.sizes, "policy_params": params})
         policy = build(name, params)
         require_possible(Combination(policy=policy, sizes=self.sizes, questions=self.expected_questions))
         return policy
@@ -147,17 +149,27 @@ class AnswerOptions:
         **ask: object,
     ) -> Self:
         """From `AnswerFields`; ask: those of `AskFields`. Raises `InvalidRequest` for options that no answer has."""
-        sampling = Sampling(max_new_tokens, Ask.of(ask), Grammar.of(shape) if shape else None, logprobs)
-        params = {} if select_params is None else dict(select_params)
+        grammar = None if shape is None else Grammar.of(_mapping(shape, "shape"))
+        sampling = Sampling(max_new_tokens, Ask.of(ask), grammar, logprobs)
+        for name, value in (("select_tokens", select_tokens), ("select_params", select_params)):
+            if select is None and value is not None:
+                raise InvalidRequest(f"{name} is of a selector, and none is named; give select, too", param=name)
+        params = {} if select_params is None else _mapping(select_params, "select_params")
         chosen = None if select is None else Select.model_construct(method=select, tokens=select_tokens, params=params)
         bound = None if suffix is None else SuffixOptions.model_construct(**_suffix_fields(suffix))
         return cls(sampling, chosen, bound)
 
 
+def _mapping(value: object, param: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise InvalidRequest(f"{param} is {value!r:.80}; it maps names to values", param=param)
+    return dict(value)
+
+
 def _suffix_fields(suffix: Mapping[str, Any]) -> dict[str, Any]:
     """A checked copy of a suffix: `policy`, and perhaps `scope`, `budget` and `params`. Raises `InvalidRequest` for
     other fields, another scope, and a budget that is no integer from 1."""
-    fields = dict(suffix)
+    fields = _mapping(suffix, "suffix")
     for name in fields.keys() - {"policy", "scope", "budget", "params"}:
         raise InvalidRequest(f"suffix has no {name!r}; it has policy, scope, budget and params", param=f"suffix.{name}")
     if not isinstance(fields.get("policy"), str):

@@ -43,6 +43,8 @@ class Registry(dict[str, type[MethodT]]):
     def find(self, name: str) -> type[MethodT]:
         """The method of that name, or of that second name. Raises `InvalidRequest` on an unknown one, or if its source
         cannot be loaded."""
+        if not isinstance(name, str):
+            raise unknown(self.kind, name, self)
         if name in self:
             return self[name]
         if renamed := [cls for cls in self.values() if name and name == cls.formerly]:

@@ -13,6 +13,8 @@ from typing import Any, Final, Self
 
 from tokenizers import Tokenizer
 
+from kvshelf.errors import InvalidRequest
+
 PIECE: Final = 16_384
 """Characters that are encoded at once: 4 ms and 2 MB."""
 
@@ -62,8 +64,14 @@ class TokenBound:
 
 
 def nbytes_of(text: str) -> int:
-    """UTF-8 bytes, without a copy of all of them at once."""
-    return sum(len(text[start : start + PIECE].encode()) for start in range(0, len(text), PIECE))
+    """UTF-8 bytes, without a copy of all of them at once. Raises `InvalidRequest` for what is no text."""
+    try:
+        return sum(len(text[start : start + PIECE].encode()) for start in range(0, len(text), PIECE))
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise InvalidRequest(
+            f"a text holds {half!r}, half a surrogate pair, which is no character; replace it"
+        ) from None
 
 
 def _token_bytes(tokenizer: Tokenizer) -> int:

@@ -553,7 +553,7 @@ def chosen_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise InvalidRequest(
             f"unknown device {name!r}; for example auto, cpu, cuda:0, spread", param="device"
         ) from error

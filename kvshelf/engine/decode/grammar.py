@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from kvshelf.api.shapes import SHAPES
 from kvshelf.errors import InvalidRequest
+from kvshelf.model.bounds import nbytes_of
 
 WRITTEN: Final = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 """Of a schema: one way to write JSON, as Python's `json.dumps` does and as templates show calls of tools, so that a
@@ -44,7 +45,8 @@ class Grammar:
         (in llguidance's Lark) and `choices` (texts, of which the answer is one); None for response_format "text"."""
         fields = {name: value for name, value in shape.items() if value is not None}
         if len(fields) > 1 or not fields.keys() <= set(SHAPES):
-            raise InvalidRequest(f"a shape has one of {', '.join(SHAPES)}; found {', '.join(fields)}", param="shape")
+            named = ", ".join(map(str, fields))
+            raise InvalidRequest(f"a shape has one of {', '.join(SHAPES)}; found {named}", param="shape")
         match fields:
             case {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}:
                 return cls._of_schema(schema, format_param)
@@ -58,10 +60,11 @@ class Grammar:
             case {"grammar": lark}:
                 return cls.of_lark(lark, "grammar")
             case {"choices": choices}:
-                if isinstance(choices, str) or not choices or not all(choices):
+                texts = isinstance(choices, list | tuple) and all(isinstance(text, str) and text for text in choices)
+                if not choices or not texts:
                     raise InvalidRequest("choices must be a list of texts that are not empty", param="choices")
                 lark = "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
-                shortest = min(len(choice.encode()) for choice in choices)
+                shortest = min(map(nbytes_of, choices))
                 return cls.of_lark(lark, "choices", shortest)
         return None
 

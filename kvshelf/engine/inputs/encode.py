@@ -5,8 +5,10 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any, Self, TypedDict, TypeGuard, cast
 
+import numpy as np
 from torch import Tensor
 
 from kvshelf.api.options import MAX_IMAGES, ImagePart, Rules, unmarked, without_images, written_rule
@@ -17,6 +19,7 @@ from kvshelf.engine.inputs.protect import DocumentRules, joined_spans
 from kvshelf.errors import DocumentTooLong, DocumentTooShort, InvalidRequest
 from kvshelf.methods.policies.view import DocumentView
 from kvshelf.model import split
+from kvshelf.model.bounds import nbytes_of
 from kvshelf.model.images import ImageEncoder
 from kvshelf.model.templates.template import Message
 from kvshelf.model.text import (
@@ -104,7 +107,7 @@ class Encoder:
         """The token ids of a document; those of an encoded one are checked, and its layout is not read. date: for a
         template that writes it; "": today. variables: of the template. protect: see `DocumentRules`. Raises
         `InvalidRequest`, `DocumentTooLong` or `DocumentTooShort`."""
-        options, rules = self.options(layout, date, variables), list(map(written_rule, protect))
+        options, rules = self.options(layout, date, variables), _written_rules(protect)
         texts, turns = list[str](), None
         images, chars = list[ImagePart](), None
         if _are_messages(document):
@@ -154,6 +157,10 @@ class Encoder:
         date = date or datetime.datetime.now().date().isoformat()  # as transformers, local time
         if not variables:
             return TemplateOptions(date=date)
+        if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
+            raise InvalidRequest(
+                f"chat_template_kwargs is {variables!r:.80}; it maps names to values", param="chat_template_kwargs"
+            )
         if self._checked_layout(layout) == "plain":
             raise InvalidRequest(
                 "the layout 'plain' has no chat template to be told anything; leave chat_template_kwargs out",
@@ -271,7 +278,7 @@ class Encoder:
         A text continues where the document ends, as it is; messages are whole turns behind it. protect: as of
         `document`, of the appended tokens alone. Raises `InvalidRequest`.
         """
-        boundary, rules, texts, turns = identity.boundary, list(map(written_rule, protect)), list[str](), None
+        boundary, rules, texts, turns = identity.boundary, _written_rules(protect), list[str](), None
         spans: tuple[tuple[int, int], ...] = ()
         if _are_messages(more):
             more, rules = _without_marks(more, rules)
@@ -323,7 +330,8 @@ class Encoder:
 
     def view(self, encoded: EncodedDocument, expected_questions: Sequence[str]) -> DocumentView:
         """The document as policies see it, with the expected questions. Raises `InvalidRequest`."""
-        size = sum(len(question.encode()) for question in expected_questions if isinstance(question, str))
+        require_list(expected_questions, "expected_questions", "texts")
+        size = sum(nbytes_of(question) for question in expected_questions if isinstance(question, str))
         if size > MAX_QUESTION_BYTES:
             raise InvalidRequest(
                 f"expected_questions have {size} bytes together, and {MAX_QUESTION_BYTES} are taken; give fewer",
@@ -400,12 +408,29 @@ class Encoder:
                     param=param,
                 )
             ids = ids.tolist()
+        if not isinstance(ids, Sequence | np.ndarray) or isinstance(ids, str | bytes | bytearray | memoryview):
+            raise InvalidRequest(
+                f"{type(ids).__name__} is no text, no messages and no token ids (a list, or a 1-D tensor of integers); "
+                "bytes of a text must be decoded",
+                param=param,
+            )
         for i, token in enumerate(ids):
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocabulary:
+            if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= int(token) < vocabulary:
                 raise InvalidRequest(
                     f"{param}[{i}] is {token!r}; a token id is an integer from 0 to {vocabulary - 1}", param=param
                 )
-        return list(ids)
+        return list(map(int, ids))
+
+
+def require_list(values: object, param: str, what: str) -> None:
+    """Raises `InvalidRequest` for what is no list. A text is none: it would be taken for a list of its characters."""
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+        raise InvalidRequest(f"{param} is {values!r:.80}; it must be a list of {what}", param=param)
+
+
+def _written_rules(protect: Rules) -> list[str]:
+    require_list(protect, "protect", "rules")
+    return list(map(written_rule, protect))
 
 
 def _are_messages(document: Document | EncodedDocument) -> TypeGuard[Sequence[Message]]:

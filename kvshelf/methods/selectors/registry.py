@@ -33,7 +33,7 @@ def reads_by_index(method: str) -> bool:
 def build(method: str, params: Mapping[str, Any]) -> Selector:
     """The selector of that name with these parameters. Raises `InvalidRequest` on an unknown name or parameter."""
     if method not in _BY_POLICY:
-        if method not in UNIT_SELECTORS:
+        if not isinstance(method, str) or method not in UNIT_SELECTORS:
             raise unknown(SELECTOR, method, names())
         return UNIT_SELECTORS.build(method, params)
     cls = POLICIES[method.removeprefix(_PREFIX)]

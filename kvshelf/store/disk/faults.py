@@ -27,6 +27,8 @@ def translated(home: Path) -> Iterator[None]:
             raise StorageFull(
                 f"cannot write to the shelf at {home}: {_FULL[error.errno]}. Delete caches or enlarge the disk."
             ) from error
+        if error.errno == errno.EBADF:
+            raise StoreUnavailable(f"the shelf at {home} was closed; open it again") from error
         raise StoreUnavailable(
             f"the shelf at {home} does not work: {error.strerror or error} ({error.filename or 'no file'})"
         ) from error

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 _SUFFIX = ".kvb"
 
+_CLOSED: Final = -1
+"""In place of the descriptor of a folder: no call of the system takes it."""
+
 
 class Folder(Blobs):
     """See `Blobs`. A file that is open stays readable when its name is removed: the kernel holds the lease. A reader
@@ -129,8 +132,11 @@ class Folder(Blobs):
         return [f"{name} in {self.path} is not a blob file" for name in strange]
 
     def close(self) -> None:
-        os.close(self._blobs)
-        os.close(self._quarantine)
+        folders = {self._blobs, self._quarantine} - {_CLOSED}
+        # The kernel gives their numbers to the next files that are opened, those of other shelves among them.
+        self._blobs = self._quarantine = _CLOSED
+        for folder in folders:
+            os.close(folder)
 
     def _entries(self) -> Iterator[tuple[str, float]]:
         """Everything in the folders, with the time of its last change (Unix seconds)."""

@@ -93,6 +93,12 @@ def test_a_restart_finds_everything(home: Path) -> None:
             store.get(deleted.id)
 
 
+@pytest.mark.parametrize("wrong", [None, b"a blob", "kvs_1"])
+def test_what_is_no_cache_is_not_put(store: DiskStore, wrong: Any) -> None:
+    with pytest.raises(InvalidRequest, match="no CompressedCache"):
+        store.put(wrong)
+
+
 def test_putting_twice_writes_once(store: DiskStore, home: Path) -> None:
     first = store.put(make_cache(), labels={"a": "b"})
     files = [(path.name, path.stat().st_mtime_ns) for path in blob_files(home)]
@@ -310,6 +316,7 @@ def test_update_changes_what_it_is_given_and_nothing_else(store: DiskStore, cloc
         ("name", "zero \0"),
         ("tenant", ""),
         ("codec", "int3"),
+        ("pinned", "false"),
     ],
 )
 def test_text_that_cannot_be_kept_is_refused(store: DiskStore, home: Path, field: str, value: Any) -> None:
@@ -470,3 +477,19 @@ def test_file_names_say_nothing_of_what_the_caller_wrote(store: DiskStore, home:
     (file,) = blob_files(home)
     assert file.name.startswith(store.cache_id(make_cache().identity, tenant="../tenant").removeprefix("kvs_"))
     assert "name" not in file.name
+
+
+def test_a_closed_shelf_does_nothing_in_the_folder_of_another(home: Path, tmp_path: Path) -> None:
+    """The other one's descriptors have the numbers of those that were closed."""
+    closed = DiskStore.open(home)
+    closed.close()
+    with DiskStore.open(tmp_path / "other") as store:
+        kept = store.put(make_cache())
+        for file in blob_files(tmp_path / "other"):
+            os.utime(file, (0, 1))
+        closed.close()
+        for call in (closed.sweep, lambda: closed.put(make_cache(1))):
+            with pytest.raises(StoreUnavailable, match="was closed; open it again"):
+                call()
+        store.get(kept.id)
+        assert len(blob_files(tmp_path / "other")) == 1
