@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, ClassVar, cast, get_args
 from weakref import WeakValueDictionary
 
@@ -229,8 +230,8 @@ class Asker:
             return None
         self._require(part=select)
         selector, tokens = build_selector(select.method, select.params), select.tokens
-        if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1):
-            raise InvalidRequest(f"select.tokens is {tokens!r}; it must be from 1", param="select.tokens")
+        if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, Integral) or tokens < 1):
+            raise InvalidRequest(f"select.tokens is {tokens!r}; it must be an integer from 1", param="select.tokens")
         policy = selector.policy_at(question_tokens)
         ends = [part.sentence_ends for part in document.parts]
         scope: SuffixScope = "suffix" if suffix is None else suffix.scope
@@ -282,7 +283,7 @@ class Asker:
         `sources` is 0."""
         if route is None:
             return self.answers([(cache, prompt)], options)[0]
-        caches = cache if isinstance(cache, Sequence) else [cache]
+        caches = list(cache) if isinstance(cache, Iterable) else [cache]
         for part in caches:
             self._attachments.require_readable(part)
         usage = None
@@ -325,7 +326,7 @@ class Asker:
         """See `Engine.answer_all`."""
         rows = []
         for cache, prompt in questions:
-            caches = cache if isinstance(cache, Sequence) else [cache]
+            caches = list(cache) if isinstance(cache, Iterable) else [cache]
             document = self._attachments.joined([self._attachments.of(part) for part in caches])
             query = self._encoder.behind(document.identity, prompt)
             selection = self.selection(document, options.select, len(query), options.suffix)

@@ -152,7 +152,7 @@ class AnswerOptions:
         grammar = None if shape is None else Grammar.of(_mapping(shape, "shape"))
         sampling = Sampling(max_new_tokens, Ask.of(ask), grammar, logprobs)
         for name, value in (("select_tokens", select_tokens), ("select_params", select_params)):
-            if select is None and value is not None:
+            if select is None and value not in (None, {}):
                 raise InvalidRequest(f"{name} is of a selector, and none is named; give select, too", param=name)
         params = {} if select_params is None else _mapping(select_params, "select_params")
         chosen = None if select is None else Select.model_construct(method=select, tokens=select_tokens, params=params)

@@ -108,7 +108,7 @@ def require_text(value: str, param: str, *, limit: int = TEXT_LIMIT, empty: bool
 
 def require_flag(value: object, param: str) -> bool:
     """None is false. Any text would be true, "false" among them."""
-    if value is not None and not isinstance(value, bool):
+    if value not in (None, False, True):
         raise InvalidRequest(f"{param} must be true or false, not {value!r:.80}", param=param)
     return bool(value)
 

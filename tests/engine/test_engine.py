@@ -84,6 +84,17 @@ def test_no_answer_takes_a_bad_option(tiny, options, param):
     assert refused.value.param == param
 
 
+def test_numbers_of_numpy_and_collections_of_any_type_are_options(tiny):
+    cache = tiny.compress(TEXT, protect={"first:3"})
+    plain = {"temperature": 0.5, "top_p": 0.5, "seed": 7, "stop": ["zz"], "select": "quest", "select_tokens": 64}
+    of_numpy = {"temperature": np.float32(0.5), "top_p": np.float32(0.5), "seed": np.int64(7), "stop": {"zz"}}
+    of_numpy |= {"select": "quest", "select_tokens": np.int64(64), "max_new_tokens": np.int64(32)}
+    expected = tiny.answer(cache, "Who spoke?", **plain).token_ids
+    assert tiny.answer((one for one in [cache]), "Who spoke?", **of_numpy).token_ids == expected
+    assert tiny.answer({"a": cache}.values(), "Who spoke?", temperature=1, seed=7, select_params={}).text
+    assert tiny.answer(cache, "Who spoke?", shape={"choices": {"Ann", "Bo"}}).text in ("Ann", "Bo")
+
+
 def test_what_is_no_cache_is_not_asked(tiny):
     blob = tiny.compress("Nobody spoke.", policy="full").to_bytes()
     for call in (tiny.attach, tiny.export, lambda it: tiny.answer(it, "?"), lambda it: tiny.extend(it, "More.")):
@@ -202,6 +213,7 @@ def test_remote_code_is_not_run(tmp_path, tiny):
         (torch.tensor([[5, 6]]), {}, InvalidRequest, "token_ids"),
         (torch.tensor([5.0, 6.0]), {}, InvalidRequest, "token_ids"),
         (np.array([[5, 6]]), {}, InvalidRequest, "token_ids"),
+        (np.array(5), {}, InvalidRequest, "token_ids"),
         (TEXT.encode(), {}, InvalidRequest, "token_ids"),
         (None, {}, InvalidRequest, "token_ids"),
         ({5, 6}, {}, InvalidRequest, "token_ids"),

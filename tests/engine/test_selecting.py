@@ -343,7 +343,7 @@ def test_what_cannot_be_selected_is_refused_by_name(llama, caches):
     assert refused.value.param == "select.params.pages"
     with pytest.raises(InvalidRequest, match="it must be int or null from 1"):
         asked(select="quest", select_params={"page": 0})
-    with pytest.raises(InvalidRequest, match="tokens is 0; it must be from 1"):
+    with pytest.raises(InvalidRequest, match="tokens is 0; it must be an integer from 1"):
         asked(select="quest", select_tokens=0)
     with pytest.raises(InvalidRequest, match="always reads 44 entries") as refused:
         asked(select="quest", select_tokens=43)

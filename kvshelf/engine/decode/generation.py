@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from numbers import Integral
+from numbers import Integral, Real
 from operator import or_
-from types import UnionType
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -52,18 +51,13 @@ class Sampling:
 
     def __post_init__(self) -> None:
         ask, tokens, top = self.ask, self.max_tokens, self.logprobs
-        stops = ask.stops if ask.stop is None or isinstance(ask.stop, Sequence) else ask.stop
+        stops = ask.stops if ask.stop is None or isinstance(ask.stop, Collection) else ask.stop
         texts = isinstance(stops, tuple) and all(isinstance(stop, str) and stop for stop in stops)
         _require(_of(tokens, Integral) and tokens >= 1, "max_tokens", tokens, "an integer from 1")
+        _require(_of(ask.temperature, Real) and ask.temperature >= 0, "temperature", ask.temperature, "a number from 0")
+        _require(_of(ask.top_p, Real) and 0 < ask.top_p <= 1, "top_p", ask.top_p, "above 0 and at most 1")
         _require(
-            _of(ask.temperature, float | int) and ask.temperature >= 0,
-            "temperature",
-            ask.temperature,
-            "a number from 0",
-        )
-        _require(_of(ask.top_p, float | int) and 0 < ask.top_p <= 1, "top_p", ask.top_p, "above 0 and at most 1")
-        _require(
-            ask.seed is None or (_of(ask.seed, int) and -(2**63) <= ask.seed < 2**64),
+            ask.seed is None or (_of(ask.seed, Integral) and -(2**63) <= ask.seed < 2**64),
             "seed",
             ask.seed,
             "an integer of 64 bits",
@@ -301,14 +295,14 @@ class Sampler:
     def __init__(self, ask: Ask) -> None:
         self.samples = ask.temperature > 0
         """Whether tokens are drawn at random; otherwise the likeliest one is taken."""
-        self.temperature = max(ask.temperature, LEAST)
-        self.top_p = max(ask.top_p, LEAST)
+        self.temperature = max(float(ask.temperature), LEAST)
+        self.top_p = max(float(ask.top_p), LEAST)
         self._numbers: Tensor | None = None
         self._generator = torch.Generator()
         if ask.seed is None:
             self._generator.seed()
         else:
-            self._generator.manual_seed(ask.seed)
+            self._generator.manual_seed(int(ask.seed))
 
     def numbers(self, vocabulary: int) -> Tensor:
         """Those that the next token is drawn by, `[vocabulary]` fp32, exponentially distributed: the same until it is
@@ -401,7 +395,7 @@ class _TextStream:
         return final
 
 
-def _of(value: object, kind: type | UnionType) -> bool:
+def _of(value: object, kind: type) -> bool:
     """Whether a value is a number of this kind: True is none."""
     return isinstance(value, kind) and not isinstance(value, bool)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -60,8 +60,8 @@ class Grammar:
             case {"grammar": lark}:
                 return cls.of_lark(lark, "grammar")
             case {"choices": choices}:
-                texts = isinstance(choices, list | tuple) and all(isinstance(text, str) and text for text in choices)
-                if not choices or not texts:
+                texts = isinstance(choices, Collection) and all(isinstance(text, str) and text for text in choices)
+                if isinstance(choices, str) or not choices or not texts:
                     raise InvalidRequest("choices must be a list of texts that are not empty", param="choices")
                 lark = "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
                 shortest = min(map(nbytes_of, choices))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any, Self, TypedDict, TypeGuard, cast
@@ -401,21 +401,23 @@ class Encoder:
 
     def _checked_ids(self, ids: Any, param: str) -> list[int]:
         vocabulary = self.vocab_size
-        if isinstance(ids, Tensor):
-            if ids.dim() != 1 or ids.is_floating_point():
+        if isinstance(ids, Tensor | np.ndarray):
+            if ids.ndim != 1 or "int" not in str(ids.dtype):
                 raise InvalidRequest(
                     f"{param} is a tensor of shape {tuple(ids.shape)} and {ids.dtype}; give a 1-D tensor of integers",
                     param=param,
                 )
             ids = ids.tolist()
-        if not isinstance(ids, Sequence | np.ndarray) or isinstance(ids, str | bytes | bytearray | memoryview):
+        if not isinstance(ids, Sequence) or isinstance(ids, str | bytes | bytearray | memoryview):
             raise InvalidRequest(
                 f"{type(ids).__name__} is no text, no messages and no token ids (a list, or a 1-D tensor of integers); "
                 "bytes of a text must be decoded",
                 param=param,
             )
         for i, token in enumerate(ids):
-            if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= int(token) < vocabulary:
+            # Asked of the type first: `Integral` takes five times as long, and a document has 100,000 tokens.
+            whole = type(token) is int or (isinstance(token, Integral) and not isinstance(token, bool))
+            if not whole or not 0 <= token < vocabulary:
                 raise InvalidRequest(
                     f"{param}[{i}] is {token!r}; a token id is an integer from 0 to {vocabulary - 1}", param=param
                 )
@@ -424,7 +426,7 @@ class Encoder:
 
 def require_list(values: object, param: str, what: str) -> None:
     """Raises `InvalidRequest` for what is no list. A text is none: it would be taken for a list of its characters."""
-    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+    if not isinstance(values, Collection) or isinstance(values, str | bytes | Mapping):
         raise InvalidRequest(f"{param} is {values!r:.80}; it must be a list of {what}", param=param)
 
 

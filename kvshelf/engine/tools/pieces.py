@@ -65,7 +65,8 @@ class ThoughtStream:
         self._text += piece
         self._bytes += len(piece.encode())
         if piece.logprobs is not None:
-            self._logprobs = [*(self._logprobs or ()), *piece.logprobs]
+            self._logprobs = self._logprobs or []
+            self._logprobs.extend(piece.logprobs)
         yield from self._split(ended=False)
 
     def rest(self) -> Iterator[Piece]:

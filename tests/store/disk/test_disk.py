@@ -292,7 +292,8 @@ def test_an_expiry_that_means_nothing_is_refused(store: DiskStore, home: Path, e
 
 def test_update_changes_what_it_is_given_and_nothing_else(store: DiskStore, clock: Clock) -> None:
     first = store.put(make_cache(), ttl_s=50, labels={"a": "b"}, name="one")
-    changed = store.update(first.id, name="two", pinned=True)
+    fields: Any = {"name": "two", "pinned": 1}  # as numbers of 0 and 1 were always taken
+    changed = store.update(first.id, **fields)
     assert changed == first.model_copy(update={"name": "two", "pinned": True})
     assert store.update(first.id, labels={"c": "d"}).labels == {"c": "d"}
     assert store.list(labels={"a": "b"}).data == ()
