@@ -426,7 +426,7 @@ def load_settings(env_file: Path | None = None, **overrides: Any) -> Settings:
         )
     overrides = {name: value for name, value in overrides.items() if value is not None}
     for name in _NEVER_EMPTY - overrides.keys():
-        if values.get(variable := PREFIX + name.upper()) == "":
+        if values.get(variable := PREFIX + name.upper(), "not set") in ("", None):  # None: a name without = in the file
             raise InvalidRequest(
                 f"setting {name}: {variable} is empty; give it a value, or unset the variable to go without", param=name
             )
@@ -442,11 +442,18 @@ _NEVER_EMPTY = {"store", "encryption_key_file", "erasure_key_file", "api_key_fil
 def _refusal(error: ValidationError) -> InvalidRequest:
     """What is wrong with which setting, its value, and the variable of it. Passwords of URLs are not shown."""
     first = error.errors(include_url=False)[0]
-    name, message = described(first)
+    value = str(first["input"])
+    shown = without_secret(value)
+    if shown != value:
+        first["input"] = shown
+    param, message = described(first)
+    name = without_secret(param or "")
     if first["type"] == "value_error":  # of a validator above: it says the value, where that is at fault
-        message = first["msg"].removeprefix("Value error, ")
+        message = without_secret(first["msg"].removeprefix("Value error, "))
+        if shown != value and "://" in message.replace("://***@", ""):  # cut before the @ that ends a password
+            message = f"{shown!r:.80} is not taken here"
     variable = PREFIX + str(first["loc"][0]).upper()
-    return InvalidRequest(f"setting {name}: {without_secret(message)} ({variable})", param=name)
+    return InvalidRequest(f"setting {name}: {message} ({variable})", param=name)
 
 
 def _data_folder() -> Path:

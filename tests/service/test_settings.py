@@ -64,9 +64,10 @@ def test_an_empty_variable_of_the_store_or_a_key_file_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:
     file = tmp_path / "kvshelf.env"
-    file.write_text(f"KVSHELF_{name.upper()}=\n")
-    with pytest.raises(InvalidRequest, match=f"KVSHELF_{name.upper()} is empty"):
-        load_settings(file)
+    for line in (f"KVSHELF_{name.upper()}=\n", f"KVSHELF_{name.upper()}\n"):
+        file.write_text(line)
+        with pytest.raises(InvalidRequest, match=f"KVSHELF_{name.upper()} is empty"):
+            load_settings(file)
     monkeypatch.setenv(f"KVSHELF_{name.upper()}", "")
     with pytest.raises(InvalidRequest, match=f"KVSHELF_{name.upper()} is empty"):
         load_settings()
@@ -79,6 +80,9 @@ def test_an_empty_variable_of_the_store_or_a_key_file_is_refused(
         ("PORT", "many", "setting port: .*valid integer.*; found 'many' \\(KVSHELF_PORT\\)"),
         ("PORT", "70000", "found '70000'"),
         ("REPLICAS", "redis://me:hunter2@host", r"found 'redis://\*\*\*@host'"),
+        ("REPLICAS", f"redis://me:{'hunter2' * 20}@host", r"found 'redis://\*\*\*@host' "),
+        ("WARM", f"redis://me:{'hunter2' * 20}@host", r"'redis://\*\*\*@host' is not taken here"),
+        ("WARM", "redis://me:hunter2@host", r"'redis://\*\*\*@host' is no label"),
         ("LOG_LEVEL", "loud", "found 'loud'"),
         ("QUALITY_PROBE", "slow", "setting quality_probe: .*found 'slow'"),
         ("TENANT_QUALITY", "law=full", "'law=full' is no JSON; write .*\\(KVSHELF_TENANT_QUALITY\\)"),
@@ -91,8 +95,9 @@ def test_a_refusal_names_setting_value_and_variable(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str, message: str
 ) -> None:
     monkeypatch.setenv(f"KVSHELF_{name}", value)
-    with pytest.raises(InvalidRequest, match=message):
+    with pytest.raises(InvalidRequest, match=message) as refused:
         load_settings()
+    assert "hunter2" not in refused.value.message
 
 
 def test_a_tenant_s_quality_is_json(monkeypatch: pytest.MonkeyPatch) -> None:
