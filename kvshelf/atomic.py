@@ -18,7 +18,19 @@ def partial_of(path: Path) -> Path:
 
 
 def _target_of(path: Path) -> Path:
-    return path.resolve() if path.is_symlink() else path  # which may lie in a folder whose parents nobody may search
+    # What is no link may lie in a folder whose parents nobody may search. `Path.resolve` fails for links in a circle.
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
+
+
+def require_file(path: Path) -> None:
+    """Raises `OSError` for what `written` cannot replace by a file: a folder, a device or a pipe."""
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    folder = os.path.realpath(path.parent)
+    # /dev/stdout may lead to a file, of which a shell that appends to it would lose the beginning.
+    is_stream = folder == "/dev" or folder.startswith("/proc/")
+    if is_stream or (path.exists() and not path.is_file()):
+        raise OSError(errno.EINVAL, "it is a device or a pipe; give the name of a file", str(path))
 
 
 @contextmanager
@@ -30,10 +42,7 @@ def written(path: Path, *, private: bool = False) -> Iterator[BinaryIO]:
     Raises `OSError`; then the old content is still there, unless the disk failed at the very last step. What is no
     regular file is refused: root would replace /dev/stdout for the whole machine.
     """
-    if path.is_dir():
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "it is a device or a pipe; give the name of a file", str(path))
+    require_file(path)
     path = _target_of(path)
     if private:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")

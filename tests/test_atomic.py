@@ -59,6 +59,22 @@ def test_what_is_no_file_is_refused_and_stays(tmp_path: Path, private: bool) -> 
     assert sorted(tmp_path.iterdir()) == [link, pipe]
 
 
+def test_links_in_a_circle_lead_nowhere(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(link)
+    with written(link) as file:
+        file.write(b"new")
+    assert link.read_bytes() == b"new"
+
+
+def test_a_stream_is_refused_even_where_it_leads_to_a_file(tmp_path: Path) -> None:
+    """Under `>>` in a shell the file would lose what stands in it."""
+    with (tmp_path / "log").open("wb") as log:
+        path = Path(f"/proc/self/fd/{log.fileno()}")
+        with pytest.raises(OSError, match="a device or a pipe"), written(path):
+            pytest.fail("no work is done for it")
+
+
 def test_a_folder_that_may_be_written_but_not_read_is_enough(tmp_path: Path) -> None:
     folder = tmp_path / "box"
     folder.mkdir()

@@ -25,7 +25,7 @@ from torch import Tensor
 from kvshelf.artifact.identity import ModelIdentity, canonical_json, digest
 from kvshelf.artifact.shape import LayerShape
 from kvshelf.artifact.transforms import Transforms
-from kvshelf.atomic import written
+from kvshelf.atomic import partial_of, require_file, written
 from kvshelf.errors import InvalidRequest, ModelMismatch, PolicyUnsupported
 
 OWN_FOLDER = "kvshelf"
@@ -360,9 +360,11 @@ def require_writable(path: Path) -> None:
     """Raise `InvalidRequest` if a calibration cannot be saved there. Checked before the long search, not after it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.is_dir():
+            require_file(path)
     except OSError as error:
         raise InvalidRequest(f"{path} cannot be written: {error}", param="output") from error
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
+    if path.is_dir() or not os.access(partial_of(path).parent, os.W_OK):
         raise InvalidRequest(f"{path} is a folder, or in one that cannot be written to; name a file", param="output")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,10 @@ def test_a_certificate_that_cannot_be_written_is_refused_before_any_work(tmp_pat
     code, told = run(tmp_path / "not read", "--output", str(tmp_path))
     assert code == 2
     assert f"{tmp_path} is a folder" in told
+    os.mkfifo(tmp_path / "pipe")
+    code, told = run(tmp_path / "not read", "--output", str(tmp_path / "pipe"))
+    assert code == 2
+    assert "it is a device or a pipe" in told
 
 
 def test_sorted_rows_and_rows_without_their_label_are_refused(tmp_path: Path) -> None:
