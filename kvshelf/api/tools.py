@@ -99,8 +99,9 @@ def in_call_order(turns: list[ToolTurn]) -> list[ToolTurn]:
         if are_results:
             ordered += sorted(run, key=lambda turn: places.get(turn.tool_call_id, len(places)))
         else:
-            ordered += run
-            places = {call.id: place for place, call in enumerate(ordered[-1].tool_calls)}
+            said = list(run)
+            ordered += said
+            places = {call.id: place for place, call in enumerate(call for turn in said for call in turn.tool_calls)}
     return ordered
 
 

@@ -72,6 +72,18 @@ def test_results_stand_in_the_order_of_their_calls() -> None:
     assert [turn.tool_call_id for turn in asking.messages] == [None, None, "a", "b"]
 
 
+def test_results_of_calls_in_two_turns_stay_in_their_order() -> None:
+    """Thoughts between two calls make two turns of them. The result of the second call came first."""
+    calls = [{"type": "function_call", "call_id": name, "name": "weather", "arguments": "{}"} for name in "ab"]
+    thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "One more."}]}
+    results = [{"type": "function_call_output", "call_id": name, "output": "1"} for name in "ab"]
+    items = [QUESTION, calls[0], thought, calls[1], *results]
+    flat = [{"type": "function", "name": "weather"}]
+    asking = responses(input=items, tools=flat).asking(may_write=False)
+    assert isinstance(asking, ToolAsking)
+    assert [turn.tool_call_id for turn in asking.messages] == [None, None, None, "a", "b"]
+
+
 def test_a_result_has_its_call_before_it() -> None:
     calls = {"role": "assistant", "content": None, "tool_calls": [call("a")]}
     with pytest.raises(InvalidRequest, match="there is no call 'b' before its result") as refused:
