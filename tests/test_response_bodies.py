@@ -44,8 +44,8 @@ def test_items_are_turns_of_a_conversation_with_tools() -> None:
         ("system", "Be exact.", []),
         ("user", "Where?", []),
         ("assistant", "I look.", ["find", "clock"]),
+        ("tool", "shelf 4", []),  # in the order of the calls
         ("tool", "", []),
-        ("tool", "shelf 4", []),
         ("assistant", "", ["find"]),
     ]
     assert asking.tools[0].function.description == "A book."

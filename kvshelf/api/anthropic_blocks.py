@@ -199,8 +199,8 @@ Turn = tuple[Role, list[AnyBlock]]
 
 
 def as_turns(turns: Iterable[Turn]) -> list[tools.ToolTurn]:
-    """The turns of a conversation in OpenAI's shape. Results of tools stand in the order of their calls, because a
-    template names no calls. Raises for a call without its result in the next turn, and for a result without call."""
+    """The turns of a conversation in OpenAI's shape. Raises for a call without its result in the next turn, and for a
+    result without call."""
     converted: list[tools.ToolTurn] = []
     called: list[str] = []
     for role, blocks in turns:
@@ -216,7 +216,6 @@ def as_turns(turns: Iterable[Turn]) -> list[tools.ToolTurn]:
             raise misuse(
                 "messages", "a text stands before a tool_result; the tool_result blocks of a message come first"
             )
-        results.sort(key=lambda result: called.index(result.tool_use_id))
         converted += [
             tools.ToolTurn(role="tool", content=item.plain, tool_call_id=item.tool_use_id) for item in results
         ]

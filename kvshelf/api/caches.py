@@ -194,7 +194,7 @@ class CacheObject(strict.ResponseBody):
 class SaidMessage(strict.ResponseBody):
     """A message of a stored turn. Calls of tools are in its text, as JSON."""
 
-    role: strict.Role | Literal["tool"]
+    role: Literal[strict.Role, "tool"]
     content: str
 
 

@@ -40,9 +40,12 @@ _ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "logit_bias": ({},),
     "modalities": (["text"],),
+    "moderation": (),
     "prediction": (),
     "presence_penalty": (0,),
     "service_tier": ("auto", "default"),
+    "verbosity": ("medium",),
+    "web_search_options": (),
 }
 """OpenAI's unsupported fields, each with the values besides null that change nothing."""
 
@@ -77,7 +80,7 @@ class ChatMessage(strict.RequestBody):
     newer name of the role `system`. `reasoning_content`: thoughts of an earlier answer, for the model's chat template.
     """
 
-    role: strict.Role | Literal["developer", "tool"]
+    role: Literal[strict.Role, "developer", "tool"]
     content: Annotated[Annotated[str, Tag("(one)")] | _Parts, strict.ONE_OR_LIST] | None = None
     tool_calls: Annotated[list[ToolCall], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_call_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
@@ -219,7 +222,20 @@ class ChatCompletionRequest(OpenAIRequest):
         calls = any(message.role == "tool" or message.tool_calls for message in self.messages)
         require_tools(self.tools, self.tool_choice, calls=calls)
         require_unshaped(self, self.tool_choice)
+        self._require_calls()
         return self
+
+    def _require_calls(self) -> None:
+        """Refuse a result of no call before it. If no call is there, the cache may end with it."""
+        call_ids: set[str] = set()
+        for place, message in enumerate(self.messages):
+            call_ids.update(call.id for call in message.tool_calls or ())
+            if message.role == "tool" and call_ids and message.tool_call_id not in call_ids:
+                raise misuse(
+                    f"messages[{place}].tool_call_id",
+                    f"there is no call {message.tool_call_id!r:.80} before its result; send the assistant's message "
+                    "that made it, too",
+                )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -31,6 +31,7 @@ _ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
     "context_management": (),
     "conversation": (),
     "max_tool_calls": (),
+    "moderation": (),
     "prompt": (),
     "service_tier": ("auto", "default"),
     "truncation": ("disabled",),
@@ -84,7 +85,7 @@ class ResponseItem(_Item):
     """A message. `phase` is that of an answer that is sent back, and has no effect."""
 
     type: Literal["message"] = "message"
-    role: strict.Role | Literal["developer"]
+    role: Literal[strict.Role, "developer"]
     content: _Content
     phase: str | None = None
 
@@ -260,7 +261,7 @@ class ResponsesRequest(OpenAIRequest):
 
     input: Annotated[Annotated[strict.Text, Tag("(one)")] | _Items, strict.ONE_OR_LIST]
     instructions: strict.Text | None = None
-    max_output_tokens: strict.MaxTokens = DEFAULT_MAX_TOKENS
+    max_output_tokens: strict.MaxTokens | None = None
     previous_response_id: Annotated[str, Field(min_length=1, max_length=64)] | None = None
     stream_options: ObfuscationOptions | None = None
     reasoning: Reasoning | None = None
@@ -328,6 +329,7 @@ class ResponsesRequest(OpenAIRequest):
         keeps = may_write and self.cache_ids is None and self.select is None and self.suffix is None
         system = [ToolTurn(role="system", content=self.instructions)] if self.instructions else []
         turns = system + _turns(self._items)
+        limit = self.max_output_tokens or DEFAULT_MAX_TOKENS
         fields: dict[str, Any] = {
             "store": keeps if self.store is None else self.store,
             "response_format": self.response_format,
@@ -340,11 +342,11 @@ class ResponsesRequest(OpenAIRequest):
         }
         if not self.tools:
             messages = [strict.Message.model_validate(turn.template_fields) for turn in turns]
-            return self._asking(messages, self.max_output_tokens, **fields)
+            return self._asking(messages, limit, **fields)
         tools = [tool.wrapped() for tool in self.tools]
         fields |= {"tools": tools, "tool_choice": self._wrapped_choice}
         fields["parallel_tool_calls"] = self.parallel_tool_calls is not False
-        return self._asking(turns, self.max_output_tokens, ToolAsking, **fields)
+        return self._asking(turns, limit, ToolAsking, **fields)
 
 
 class OutputText(strict.ResponseBody):

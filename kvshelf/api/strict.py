@@ -153,7 +153,10 @@ def without_unsupported(data: Any, neutral: Mapping[str, tuple[Any, ...]]) -> An
         return data
     for name in neutral.keys() & data.keys():
         value = data[name]
-        if value is not None and not any(value == v and type(value) is type(v) for v in neutral[name]):
+        # 0.0 is how some clients write 0; False equals 0, too, and says something else.
+        if value is not None and not any(
+            value == v and isinstance(value, bool) is isinstance(v, bool) for v in neutral[name]
+        ):
             raise misuse(name, f"{name} is not supported by this version of kvshelf")
     return {name: value for name, value in data.items() if name not in neutral}
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, Tag
+from pydantic import AfterValidator, Field, Tag
 
 from kvshelf.api.queries import Asking
 from kvshelf.api.shapes import SHAPES, param_of
@@ -72,7 +73,7 @@ Tools = Annotated[list[Tool], Field(min_length=1, max_length=MAX_TOOLS, fail_fas
 class ToolTurn(RequestBody):
     """A turn of a conversation with tools. tool_calls, reasoning_content: of an assistant. tool_call_id: of a tool."""
 
-    role: Role | Literal["tool"]
+    role: Literal[Role, "tool"]
     content: str
     tool_calls: list[ToolCall] = Field(default_factory=list)
     reasoning_content: str | None = None
@@ -89,10 +90,26 @@ class ToolTurn(RequestBody):
         return {"role": self.role, "content": self.content} | {name: value for name, value in optional.items() if value}
 
 
+def in_call_order(turns: list[ToolTurn]) -> list[ToolTurn]:
+    """The turns, with the results of tools in the order of their calls, because a template names no calls. Results of
+    calls that are not there come last, as they stand."""
+    ordered: list[ToolTurn] = []
+    places: dict[str | None, int] = {}
+    for are_results, run in groupby(turns, key=lambda turn: turn.role == "tool"):
+        if are_results:
+            ordered += sorted(run, key=lambda turn: places.get(turn.tool_call_id, len(places)))
+        else:
+            ordered += run
+            places = {call.id: place for place, call in enumerate(ordered[-1].tool_calls)}
+    return ordered
+
+
 class ToolAsking(Asking):
     """A question whose answer may be calls of tools."""
 
-    messages: Annotated[list[ToolTurn], Field(min_length=1, max_length=MAX_MESSAGES)]  # type: ignore[assignment]
+    messages: Annotated[  # type: ignore[assignment]
+        list[ToolTurn], Field(min_length=1, max_length=MAX_MESSAGES), AfterValidator(in_call_order)
+    ]
     tools: Tools
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True

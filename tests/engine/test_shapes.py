@@ -313,6 +313,14 @@ def test_an_answer_s_grammar_has_a_limit_of_states(tiny):
     assert time.process_time() - began < 10
 
 
+def test_a_grammar_without_an_answer_is_refused_in_one_line(tiny):
+    """The state of the parser stood behind it, 500 characters of it."""
+    constraint, mask = tiny.asker.guide.constraint(Grammar.of({"grammar": "start: start"}), 8), bytearray(1 << 12)
+    at, nbytes = (ctypes.c_char * len(mask)).from_buffer(mask), 4 * -(-constraint.vocabulary // 32)
+    with pytest.raises(InvalidRequest, match=r"^the answer cannot be held to this grammar: \w+$"):
+        constraint.fill(ctypes.addressof(at), nbytes)
+
+
 def test_compiled_grammars_take_bounded_memory(tiny):
     """128 stayed, whatever their size: 5.8 GB of the largest."""
     guide = Guide(tiny.text.decoder(), tiny.facts.end_ids(), tiny.text.longest_token)

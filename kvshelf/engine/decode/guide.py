@@ -44,9 +44,8 @@ class Constraint:
 
     def _require_sound(self) -> None:
         if self._matcher.is_error():
-            raise InvalidRequest(
-                f"the answer cannot be held to this {self._param}: {self._matcher.get_error()[:500]}", param=self._param
-            )
+            problem = self._matcher.get_error().partition("\n<state>")[0]  # behind it stands the state of the parser
+            raise InvalidRequest(f"the answer cannot be held to this {self._param}: {problem[:500]}", param=self._param)
 
 
 class Guide:

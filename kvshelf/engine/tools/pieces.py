@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 
 from kvshelf.api.answers import Piece
+from kvshelf.api.shapes import Logprob
 from kvshelf.engine.decode.detokenizer import may_begin
 from kvshelf.model.templates.thoughts import Thoughts
 
@@ -51,6 +53,9 @@ class ThoughtStream:
         self._state = "text" if thoughts is None else "thought" if opened else "start"
         self._text = ""
         self._begun = False
+        self._bytes = 0
+        self._logprobs: list[Logprob] | None = None
+        """Of the tokens so far, as long as none is text."""
 
     def push(self, piece: Piece) -> Iterator[Piece]:
         """Add a piece. Gives pieces of thoughts and of text."""
@@ -58,6 +63,9 @@ class ThoughtStream:
             yield piece
             return
         self._text += piece
+        self._bytes += len(piece.encode())
+        if piece.logprobs is not None:
+            self._logprobs = [*(self._logprobs or ()), *piece.logprobs]
         yield from self._split(ended=False)
 
     def rest(self) -> Iterator[Piece]:
@@ -79,7 +87,8 @@ class ThoughtStream:
                 self._state, self._text = "text", text[len(header) :]
         if self._state == "text" and self._text:
             rest, self._text = self._text, ""
-            yield Piece(rest)
+            skipped = self._bytes - len(rest.encode())
+            yield Piece(rest, None if self._logprobs is None else behind(self._logprobs, skipped))
 
     def _begin(self, marks: Thoughts, *, ended: bool) -> None:
         text = self._text.lstrip()
@@ -107,6 +116,12 @@ class ThoughtStream:
         if thoughts:
             self._begun = True
             yield Piece(thoughts, is_thought=True)
+
+
+def behind(tokens: Sequence[Logprob], skipped: int) -> list[Logprob]:
+    """The tokens of a text that begin behind its first so many bytes."""
+    begins = accumulate((len(token.bytes or ()) for token in tokens), initial=0)
+    return [token for token, at in zip(tokens, begins, strict=False) if at >= skipped]
 
 
 def _may_become(text: str, marks: Sequence[str]) -> bool:

@@ -90,9 +90,10 @@ class Completion:
 
         async with aclosing(pieces):
             async for index, piece in pieces:
-                if index not in sent_tokens:
-                    yield chunk(index, openai.Delta(role="assistant", content=""))
-                    sent_tokens[index] = 0
+                # OpenAI's client fails if a choice begins before those of lower indexes.
+                for begun in range(len(sent_tokens), index + 1):
+                    yield chunk(begun, openai.Delta(role="assistant", content=""))
+                    sent_tokens[begun] = 0
                 if isinstance(piece, Answer):
                     ended.append(piece.usage)
                     ours = ours_of(piece, together=self.together)

@@ -140,7 +140,7 @@ class Responding:
             id=self.id,
             created_at=self.created,
             instructions=self.body.instructions,
-            max_output_tokens=self.body.max_output_tokens,
+            max_output_tokens=self.asking.max_tokens,
             metadata=self.body.metadata or {},
             model=self.model,
             parallel_tool_calls=self.body.parallel_tool_calls is not False,

@@ -27,7 +27,7 @@ from kvshelf.engine.decode.generation import Sampling
 from kvshelf.engine.decode.grammar import Grammar
 from kvshelf.engine.decode.passages import Narrowing
 from kvshelf.engine.engine import Engine
-from kvshelf.engine.tools.pieces import HeldPieces, ThoughtStream, told_apart
+from kvshelf.engine.tools.pieces import HeldPieces, ThoughtStream, behind, told_apart
 from kvshelf.engine.tools.tools import ToolFormat, count
 from kvshelf.engine.turns import Dialogue, Said
 from kvshelf.errors import CacheError, CacheNotFound, DeadlineExceeded, InvalidRequest, KvshelfError
@@ -522,6 +522,11 @@ class _Loaded:
             )
         return self._read[text]
 
+    def _of_text(self, text: str, logprobs: Sequence[Logprob]) -> tuple[Logprob, ...]:
+        """The logprobs of an answer's tokens behind its thoughts, those of calls, too."""
+        _, said = told_apart(self.shape.thoughts, text, opened=self.shape.opened)
+        return tuple(behind(logprobs, len(text.encode()) - len(said.encode())))
+
     def message_of(self, text: str) -> Said:
         """An answer as the message that a client's next request has."""
         return {"role": "assistant", "content": text} if self.line is None else self.read(text).template_fields
@@ -565,7 +570,7 @@ class _Loaded:
             thought=turn.reasoning_content,
             tool_calls=tuple(turn.tool_calls),
             sources=tuple(shares.get(id, 0.0) for id in self.cache_ids),
-            logprobs=answer.logprobs and _of_text(answer.logprobs, answer.text, turn),
+            logprobs=answer.logprobs and self._of_text(answer.text, answer.logprobs),
             served=Served(
                 id="ans_" + secrets.token_hex(12),
                 cache_ids=tuple(self.cache_ids),
@@ -597,18 +602,6 @@ def prompt_of(query: Asking) -> str | list[Said]:
         return messages_of(query)
     (prompt,) = query.prompt if isinstance(query.prompt, list) else [query.prompt]
     return prompt
-
-
-def _of_text(logprobs: tuple[Logprob, ...], text: str, turn: ToolTurn) -> tuple[Logprob, ...]:
-    """The logprobs of an answer's text, behind its thoughts."""
-    if turn.reasoning_content is None:
-        return logprobs
-    before, first = len(text.encode()) - len(turn.content.encode()), 0
-    for token in logprobs:
-        if before <= 0:
-            break
-        before, first = before - len(token.bytes or ()), first + 1
-    return logprobs[first:]
 
 
 def _prefill_s(store: Store, cache_id: str, tenant: str) -> float:

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvshelf.api.answers import Piece
-from kvshelf.engine.tools.pieces import ThoughtStream, told_apart
+from kvshelf.api.shapes import Logprob
+from kvshelf.engine.tools.pieces import ThoughtStream, behind, told_apart
 from kvshelf.model.templates.thoughts import Thoughts
 
 THINK = Thoughts.of("{{ '<think>' }} {{ '</think>' }}")
@@ -56,6 +57,34 @@ def test_a_stream_is_the_answer_however_it_is_cut(text, cuts, opened, thoughts):
     thought = "".join(piece for piece in pieces if piece.is_thought) or None
     said = "".join(piece for piece in pieces if not piece.is_thought)
     assert (thought, said) == told_apart(thoughts, text, opened=opened)
+
+
+@pytest.mark.parametrize(
+    ("parts", "opened", "said"),
+    [
+        (["<think>", "Hm", ".", "</think>", "\n\n", "It", " is", "."], False, ["It", " is", "."]),
+        (["Hm", ".</", "think>", "It", " is"], True, ["It", " is"]),
+        (["<", "think", "></", "think", ">", "It", " is"], False, ["It", " is"]),
+        (["<", "It", " is"], False, ["<", "It", " is"]),
+        (["\n", "It", " is"], False, ["\n", "It", " is"]),
+        (["<think>", "Hm"], False, []),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2, 3, 9])
+def test_each_token_of_the_text_is_told_once(parts, opened, said, size):
+    """The first one's went missing in a stream, and the last one's came twice."""
+    tokens = [Logprob(token=part, logprob=-1.0, bytes=list(part.encode())) for part in parts]
+    stream = ThoughtStream(THINK, opened=opened)
+    pieces = []
+    for first in range(0, len(parts), size):
+        piece = Piece("".join(parts[first : first + size]), tokens[first : first + size])
+        pieces += stream.push(piece)
+    pieces += stream.rest()
+    told = [token for piece in pieces if not piece.is_thought for token in piece.logprobs]
+    assert [token.token for token in told] == said
+    text = "".join(parts)
+    _, rest = told_apart(THINK, text, opened=opened)
+    assert behind(tokens, len(text) - len(rest)) == told
 
 
 def test_templates_without_thoughts_have_none():
