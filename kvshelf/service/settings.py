@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import json
 import os
 import re
 from pathlib import Path
@@ -14,7 +13,7 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, DotEnvSettingsSource, NoDecode, SettingsConfigDict
 
 from kvshelf.api.creation import Measured
-from kvshelf.api.strict import Ttl, described
+from kvshelf.api.strict import Ttl, described, parse_json
 from kvshelf.errors import InvalidRequest, nearest
 from kvshelf.service.loops import Hours
 from kvshelf.store.checks import parsed_size
@@ -233,7 +232,7 @@ class Settings(BaseSettings):
     @classmethod
     def _of_json(cls, value: Any) -> Any:
         try:
-            return json.loads(value) if isinstance(value, str) else value
+            return parse_json(value) if isinstance(value, str) else value
         except ValueError as error:
             raise ValueError(f'{value!r:.200} is no JSON; write {{"TENANT": "full"}}') from error
 
