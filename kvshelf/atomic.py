@@ -8,10 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, Final
-
-_MOST_LINKS: Final = 40
-"""As many as Linux follows."""
+from typing import BinaryIO
 
 
 def partial_of(path: Path) -> Path:
@@ -21,12 +18,8 @@ def partial_of(path: Path) -> Path:
 
 
 def _target_of(path: Path) -> Path:
-    # Not `Path.resolve`: it fails for links in a circle, and makes a path through parents that nobody may search.
-    for _ in range(_MOST_LINKS):
-        if not path.is_symlink():
-            break
-        path = path.parent / path.readlink()
-    return path
+    # What is no link may lie in a folder whose parents nobody may search. `Path.resolve` fails for links in a circle.
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
 def require_file(path: Path) -> None:

@@ -37,8 +37,7 @@ def test_an_error_leaves_the_old_content_and_nothing_else(tmp_path: Path, privat
 def test_a_link_stays_and_its_file_is_replaced(tmp_path: Path, private: bool) -> None:
     (tmp_path / "there").mkdir()
     target, link = tmp_path / "there" / "file", tmp_path / "link"
-    (tmp_path / "there" / "further").symlink_to("file")
-    link.symlink_to("there/further")
+    link.symlink_to(target)
     for content in (b"old", b"new"):
         with written(link, private=private) as file:
             file.write(content)
