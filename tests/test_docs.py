@@ -56,7 +56,7 @@ def name(page: Path) -> str:
 FIRST = (ROOT / "README.md",)
 REAL = tuple(DOCS / "use" / f"{page}.md" for page in ("start", "models", "put", "ask", "grow", "quality", "clients"))
 """Pages that serve SmolLM2: what a reader does first with a model and a document of his own."""
-LIMIT_S = 480
+LIMIT_S = 900
 """For the program of a page. Those of `REAL` take a minute or two on a machine that does nothing else."""
 SAID = {
     "python": {
@@ -152,7 +152,7 @@ def pages(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         pool.shutdown(cancel_futures=True)
 
 
-@pytest.mark.timeout(900)  # it may wait for the pages before it
+@pytest.mark.timeout(1800)  # it may wait for the pages before it
 @pytest.mark.parametrize("language", ["python"])
 @pytest.mark.parametrize("page", with_blocks("python"))
 def test_the_python_of_a_page_runs(page: Path, language: str, pages: Pages) -> None:
@@ -169,7 +169,7 @@ def runnable(script: str, url: str) -> str:
     return "set -euo pipefail\n" + script.replace(DEFAULT_URL, url)
 
 
-@pytest.mark.timeout(900)  # it may wait for the pages before it
+@pytest.mark.timeout(1800)  # it may wait for the pages before it
 @pytest.mark.parametrize("language", ["bash"])
 @pytest.mark.parametrize("page", with_blocks("bash"))
 def test_the_shell_of_a_page_runs(page: Path, language: str, pages: Pages) -> None:
