@@ -6,7 +6,7 @@ import ipaddress
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 from urllib.parse import quote
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
@@ -35,6 +35,9 @@ OTHER_VARIABLES = frozenset(
     }
 )
 """Variables of the clients, the command line, engines and kernels, allowed for a service, too."""
+
+_NEVER_EMPTY: Final = {"store", "encryption_key_file", "erasure_key_file", "api_key_file"}
+"""Settings of which an empty variable is refused: the default is a shelf in the user's data folder, or no keys."""
 
 _CHOICES = {
     "device": (r"auto|cpu|cuda(:\d+)?|spread", "auto, cpu, cuda, spread"),
@@ -427,15 +430,12 @@ def load_settings(env_file: Path | None = None, **overrides: Any) -> Settings:
     for name in _NEVER_EMPTY - overrides.keys():
         if values.get(variable := PREFIX + name.upper(), "not set") in ("", None):  # None: a name without = in the file
             raise InvalidRequest(
-                f"setting {name}: {variable} is empty; give it a value, or unset the variable to go without", param=name
+                f"setting {name}: {variable} is empty; give it a value, or unset it for the default", param=name
             )
     try:
         return Settings(_env_file=env_file, **overrides)
     except ValidationError as exc:
         raise _refusal(exc) from exc
-
-
-_NEVER_EMPTY = {"store", "encryption_key_file", "erasure_key_file", "api_key_file"}
 
 
 def _refusal(error: ValidationError) -> InvalidRequest:
